@@ -28,7 +28,7 @@ NEWEST_BIN := $(NEWEST_VENV)/bin
 # What `make test` runs on both stacks. Of the other tests, `make test-all` runs those that can on the newest too.
 NEWEST_TESTS := $(addprefix tests/test_,parity.py families.py adapters.py saved_adapter.py peft_ways.py linear.py \
   quantizer.py schemes.py resume.py trainer.py trl.py export.py hosts.py ranks_tp.py step_order.py recorded.py \
-  gateless_models.py calls.py)
+  gateless_models.py calls.py dense.py)
 DOCS_VENV ?= .venv-docs
 WHEEL_VENV ?= .venv-wheel
 # One wheel each, if it is on this machine.

@@ -21,9 +21,10 @@ from ktft import native
 from ktft.checkpoint.families import ROWS
 from ktft.checkpoint.schemes import Scheme
 from ktft.cli.main import app
-from ktft.config import DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS, KT_KEYS, SETTINGS, KtKey
+from ktft.config import DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS, SETTINGS
 from ktft.formats import FORMAT_TRAITS
 from ktft.hosts import PATCHES
+from ktft.kt_keys import KT_KEYS, KtKey
 from ktft.native.packed import PACKED_FORMATS, PackedFormat
 from ktft.plan.description import Description
 from ktft.plan.planner import Planner

@@ -35,7 +35,8 @@ class HostGraph(TorchDispatchMode):
 
     def replay(self) -> None:
         self.replays += 1
-        with torch.no_grad():
+        # What was recorded has been cast already
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for function, args, kwargs, before in self._operations:
                 now = function(*args, **kwargs)
                 for old, new in zip(tree_leaves(before), tree_leaves(now), strict=True):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ktft.config import KT_KEYS, PLACEMENTS, TOP_LEVEL_KEYS, Settings, parse_kt_config, trace_file, use_triton
+from ktft.config import PLACEMENTS, Settings, trace_file, use_triton
+from ktft.kt_keys import KT_KEYS, TOP_LEVEL_KEYS, parse_kt_config
 from ktft.versions import FACTORY, NEWEST, STACKS, TESTED_SERVERS, TESTED_VERSIONS
 
 RESIDENT = {"placement": "resident"}

@@ -10,7 +10,8 @@ import pytest
 import yaml
 from given import Checkpoint, RunCli
 
-from ktft.config import SETTINGS, parse_kt_config
+from ktft.config import SETTINGS
+from ktft.kt_keys import parse_kt_config
 
 ROOT = Path(__file__).resolve().parents[1]
 YAML = ROOT / "examples" / "yaml" / "kt_deepseek_lora.yaml"

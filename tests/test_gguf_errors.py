@@ -18,7 +18,8 @@ from transformers import AutoConfig
 
 from ktft.checkpoint.families import FAMILIES
 from ktft.checkpoint.gguf_source import GgufReader, gguf_plan
-from ktft.config import Settings, parse_kt_config
+from ktft.config import Settings
+from ktft.kt_keys import parse_kt_config
 from ktft.model.shape import shape_of
 
 gguf = pytest.importorskip("gguf")

@@ -25,8 +25,10 @@ from toy_format import check_decoding, toy
 
 from ktft import native
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
+from ktft.dense.formats import layout
 from ktft.lanes.ops import torch_ops, triton_ops
 from ktft.lora import ExpertLora
+from ktft.native.dense import pack_dense
 from ktft.swiglu import GELU_TANH, RELU2, Swiglu, clamped_after
 
 __all__ = ["bf16_in_the_interpreter", "toy"]
@@ -41,6 +43,19 @@ def test_decode(fmt: str) -> None:
     ours, expected = (decoded(layer, [3, 0], None, torch.device(DEVICE), ops) for ops in (triton_ops, torch_ops))
     assert torch.equal(ours.gate_up.values, expected.gate_up.values)
     assert torch.equal(ours.down.values, expected.down.values)
+
+
+@pytest.mark.parametrize("fmt", EXPERT_FORMATS)
+def test_decode_matrix(fmt: str) -> None:
+    """Any number of strips and columns, in either dtype, with the scales of rows folded in once."""
+    for rows, cols in ((32, 32), (48, 288), (144, 160)):
+        weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows)) * 0.02
+        packed, (matrix, _) = pack_dense(native.runtime(1), fmt, weight).to(DEVICE), layout(fmt, rows, cols)
+        for dtype in (torch.bfloat16, torch.float32):
+            ours, expected = (torch.full((rows, cols), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2))
+            triton_ops.decode_matrix(fmt, packed, matrix, ours)
+            torch_ops.decode_matrix(fmt, packed, matrix, expected)
+            assert torch.equal(ours, expected)
 
 
 def test_a_new_format_needs_its_row_alone(toy: native.ExpertLayer) -> None:

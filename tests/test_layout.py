@@ -29,6 +29,7 @@ PYTHON_RANKS = {
     "formats": -1,
     "sources": -1,
     "config": 0,
+    "kt_keys": 1,
     "device": 1,
     "errors": 1,
     "deferral": 0,

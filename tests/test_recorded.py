@@ -96,11 +96,12 @@ def test_micro_batches_together(
         assert recorded[0] == pytest.approx(usual[0], rel=2e-4)
 
 
+@pytest.mark.parametrize("family", ["dsv3", "qwen3moe"])
 def test_autocast(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, graphs: list[HostGraph], monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoint, tmp_path: Path, graphs: list[HostGraph], monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """It is in force in both passes of a layer, though the second one runs when the model's forward is over."""
-    path = tiny_checkpoint("qwen3moe")
+    path = tiny_checkpoint(family)
     usual = plain(monkeypatch, path, tmp_path / "plain", bf16=True)
     recorded = steps(path, tmp_path / "recorded", bf16=True)
     assert graphs

@@ -7,6 +7,7 @@
 #include "bench/ceilings.h"
 #include "cuda/driver.h"
 #include "hybrid/host_experts.h"
+#include "moe/dense.h"
 #include "moe/layer.h"
 #include "numa/topology.h"
 #include "optim/step.h"
@@ -184,6 +185,19 @@ bool load(MoeLayer& layer, int expert, Projection p, Address data, Encoding enco
                      .zeros = at<uint8_t>(zeros)});
 }
 
+bool pack_dense_matrix(Runtime& runtime, const std::string& format, Address data, Encoding encoding, int rows, int cols,
+                       Address scales, int block_rows, int block_cols, Address zeros, Address out) {
+  const SourceMatrix source{.data = at(data),
+                            .encoding = encoding,
+                            .rows = rows,
+                            .cols = cols,
+                            .scales = at(scales),
+                            .block_rows = block_rows,
+                            .block_cols = block_cols,
+                            .zeros = at<uint8_t>(zeros)};
+  return pack_dense(runtime.pool, format_from_name(format), source, at(out));
+}
+
 std::shared_ptr<Saved> forward_layer(MoeLayer& layer, Address hidden, Dtype dtype, Address index, Address weights,
                                      int tokens, int top_k, const Lora* lora, Keep keep, int activation_bits,
                                      Address out) {
@@ -226,6 +240,15 @@ py::list slices(const MoeLayer& layer) {
                               weights.width(n), matrices));
   }
   return all;
+}
+
+void bind_dense(py::module_& m) {
+  m.def(
+      "dense_bytes",
+      [](const std::string& format, int rows, int cols) { return dense_bytes(format_from_name(format), rows, cols); },
+      "format"_a, "rows"_a, "cols"_a);
+  m.def("pack_dense", &pack_dense_matrix, "runtime"_a, "format"_a, "data"_a, "encoding"_a, "rows"_a, "cols"_a,
+        "scales"_a, "block_rows"_a, "block_cols"_a, "zeros"_a, "out"_a, NoGil());
 }
 
 void bind_layer(py::module_& m) {
@@ -351,6 +374,7 @@ PYBIND11_MODULE(_C, m) {
   bind_system(m);
   bind_quant(m);
   bind_moe(m);
+  bind_dense(m);
   bind_layer(m);
   bind_cuda(m);
   bind_hybrid(m);

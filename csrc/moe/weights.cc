@@ -1,7 +1,6 @@
 #include "moe/weights.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 
 #include "base/check.h"
@@ -88,16 +87,13 @@ bool PackedExperts::load(Pool& pool, int expert, Projection projection, const So
   std::vector<int> units(pool.nodes(), 0);
   for (int n = 0; n < nodes(); n++) units[n] = ceil_div(matrix(n, expert, projection).rows, pack_rows(format_));
   const bool keep = keeps(source, format_);
-  std::atomic<int64_t> bad{-1};
+  FirstBad bad;
   pool.run(units, [&](int node, int unit, int) {
-    const BadValue v = pack(source, row_begin(node, projection), col_begin(node, projection),
-                            matrix(node, expert, projection), unit, keep);
-    if (v.row < 0) return;
-    const int64_t at = int64_t(v.row) * cols + v.col;  // the first one of the matrix, whichever thread found it
-    for (int64_t seen = bad; (seen < 0 || at < seen) && !bad.compare_exchange_weak(seen, at);) {
-    }
+    bad.note(pack(source, row_begin(node, projection), col_begin(node, projection), matrix(node, expert, projection),
+                  unit, keep),
+             cols);
   });
-  KTFT_CHECK(bad < 0, "it holds NaN or Inf, for instance at [", bad / cols, ", ", bad % cols, "]");
+  bad.refuse(cols);
   loaded_[size_t(expert) * kProjections + int(projection)] = true;
   return keep;
 }

@@ -1,12 +1,33 @@
 // Packs rows of a checkpoint tensor into tiles, and unpacks them for tests and error reports.
 #pragma once
 
+#include <atomic>
+
+#include "base/check.h"
 #include "quant/encoding.h"
 
 namespace ktft {
 
 struct BadValue {
   int row = -1, col = -1;  // row < 0: none
+};
+
+// The first NaN or Inf of a matrix, whichever thread found it.
+class FirstBad {
+ public:
+  void note(BadValue value, int cols) {
+    if (value.row < 0) return;
+    const int64_t at = int64_t(value.row) * cols + value.col;
+    for (int64_t seen = at_; (seen < 0 || at < seen) && !at_.compare_exchange_weak(seen, at);) {
+    }
+  }
+  // Throws if there is one.
+  void refuse(int cols) const {
+    KTFT_CHECK(at_ < 0, "it holds NaN or Inf, for instance at [", at_ / cols, ", ", at_ % cols, "]");
+  }
+
+ private:
+  std::atomic<int64_t> at_{-1};
 };
 
 // The rows of a unit, which share scales and are packed together. The last unit may be short.

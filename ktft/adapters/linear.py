@@ -16,6 +16,7 @@ from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ktft.dense.linear import DenseWeight, PackedLinear
 from ktft.hosts.peft import LINEAR
 
 
@@ -43,7 +44,8 @@ def forward(module: Linear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return Linear.forward(module, x, *args, **kwargs)
     name = names[0]
     base, a, b = _parts(module, name)
-    out = _Lora.apply(x.to(base.weight.dtype), base.weight, base.bias, a.weight, b.weight, module.scaling[name])
+    weight, dtype = (base.packed, base.dtype) if isinstance(base, PackedLinear) else (base.weight, base.weight.dtype)
+    out = _Lora.apply(x.to(dtype), weight, base.bias, a.weight, b.weight, module.scaling[name])
     assert isinstance(out, Tensor)
     return out
 
@@ -64,7 +66,7 @@ def _is_plain(module: Linear, name: str, device: str) -> bool:
         all(map(_is_linear, (base, a, b)))
         and a.bias is None
         and b.bias is None
-        and base.weight.dtype == dtype
+        and (base.dtype if isinstance(base, PackedLinear) else base.weight.dtype) == dtype
         and not base.weight.requires_grad
         and (base.bias is None or (base.bias.dtype == dtype and not base.bias.requires_grad))
     )
@@ -72,21 +74,32 @@ def _is_plain(module: Linear, name: str, device: str) -> bool:
 
 def _is_linear(module: nn.Module) -> bool:
     watched = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    return type(module) is nn.Linear and not watched and "forward" not in module.__dict__
+    return type(module) in (nn.Linear, PackedLinear) and not watched and "forward" not in module.__dict__
 
 
 class _Lora(torch.autograd.Function):
-    """Computes W x + bias + scaling · B A x for rows x `[..., in]`; x and W are bf16 or fp16, A and B of any dtype."""
+    """Computes W x + bias + scaling · B A x for rows x `[..., in]`; x and W are bf16 or fp16, A and B of any dtype.
+
+    A packed W is decoded for each product.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor, lora_b: Tensor, scaling: float
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | DenseWeight,
+        bias: Tensor | None,
+        lora_a: Tensor,
+        lora_b: Tensor,
+        scaling: float,
     ) -> Tensor:
         rows, a, b = x.reshape(-1, x.shape[-1]), lora_a.to(x.dtype), lora_b.to(x.dtype)
-        out = rows @ weight.T if bias is None else torch.addmm(bias, rows, weight.T)
+        ctx.packed = weight if isinstance(weight, DenseWeight) else None
+        base = weight.decode(x.dtype) if isinstance(weight, DenseWeight) else weight
+        out = rows @ base.T if bias is None else torch.addmm(bias, rows, base.T)
         low = _product(rows, a.T, scaling)
         out.addmm_(low, b.T)
-        ctx.save_for_backward(rows, low, weight, a, b)
+        ctx.save_for_backward(rows, low, None if ctx.packed else base, a, b)
         ctx.scaling, ctx.dtypes = scaling, (lora_a.dtype, lora_b.dtype)
         return out.view(*x.shape[:-1], out.shape[-1])
 
@@ -99,6 +112,7 @@ class _Lora(torch.autograd.Function):
         grad_x = grad_a = grad_b = None
         d_low = _product(dy, b, ctx.scaling) if of_x or of_a else low
         if of_x:
+            weight = ctx.packed.decode(dy.dtype) if ctx.packed else weight
             grad_x = (dy @ weight).addmm_(d_low, a).view(*grad_output.shape[:-1], rows.shape[1])
         if of_a:
             grad_a = (d_low.T @ rows).to(ctx.dtypes[0])

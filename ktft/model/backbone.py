@@ -15,6 +15,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 from ktft.checkpoint.load import any_match, check_shapes, locate, naming, refuse
 from ktft.checkpoint.reader import CheckpointReader, TensorEntry
 from ktft.checkpoint.schemes import IGNORED, PLAIN_SCHEME, Scheme, Shape
+from ktft.dense.model import DenseWeights
 from ktft.model.regroupings import Regroupings
 
 INTEGERS = ("I64", "I32", "U8")
@@ -33,6 +34,9 @@ class Backbone:
         is_expert: a pattern that matches the names of routed experts' tensors.
         ignored: patterns of the names that transformers ignores.
 
+    Attributes:
+        dense: the linear layers whose weights are packed as they are read; None if there are none.
+
     Raises:
         ValueError: a tensor is missing or unexpected, or has a wrong shape or dtype.
     """
@@ -43,6 +47,7 @@ class Backbone:
         backbone = self._base = model.base_model_prefix + "."
         self._prefix = "" if hasattr(model, model.base_model_prefix) else backbone
         self.checkpoint = checkpoint
+        self.dense: DenseWeights | None = None
         self._problems: list[str] = []
         expected = {self._prefix + name: tensor for name, tensor in model.state_dict().items()}
         tied = {self._prefix + name for name in model.all_tied_weights_keys}
@@ -134,25 +139,45 @@ class Backbone:
                 yield entry.name, tensor
 
     def conversions(self) -> list[WeightConverter | WeightRenaming]:
-        """What makes transformers turn the scheme's tensors into weights; empty for plain weights."""
+        """What makes transformers turn the scheme's tensors into weights; empty for plain weights that stay so."""
         scheme = self.checkpoint.scheme
-        if all(scheme is PLAIN_SCHEME for scheme, _ in self._sources.values()):
+        if self.is_plain and self.dense is None:
             return []
         roles = {re.escape(part.tensor_name("", stacked=False)) + "$": role for role, part in scheme.parts.items()}
         names = [_NamesBack(self._misnamed)] if self._misnamed else []
         return [*names, _Dequantizing(list(roles), ".weight", operations=[_Dequantize(self, roles)])]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the checkpoint has no quantized weights."""
+        return all(scheme is PLAIN_SCHEME for scheme, _ in self._sources.values())
+
+    def packs(self, name: str) -> bool:
+        """Whether this is the name of a weight that is packed, with or without the model's prefix."""
+        return self._packed(name) is not None
+
+    def _packed(self, name: str) -> str | None:
+        """The name of the module whose weight of this name is packed."""
+        modules = () if self.dense is None else self.dense.modules
+        stem = name.removesuffix(".weight")
+        return next(
+            (each for each in (stem, stem.removeprefix(self._base), self._base + stem) if each in modules), None
+        )
 
     def is_no_weight(self, name: str) -> bool:
         """Whether this is the name of a plain tensor in the model, such as a bias, even if it ends like a scale's."""
         return not name.endswith(".weight") and not self._sources.keys().isdisjoint({name, self._base + name})
 
     def dequantize(self, name: str, tensors: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype) -> Tensor:
-        """Decode the weight from its tensors, by role. `finish` reports errors in them."""
+        """Decode or pack the weight, from its tensors by role. `finish` reports errors in them."""
+        module = self._packed(name)
         name = name if name in self._sources else self._prefix + name
         scheme, parts = self._sources[name]
-        if scheme is PLAIN_SCHEME:
+        if scheme is PLAIN_SCHEME and module is None:
             return tensors["codes"]
         try:
+            if module is not None and self.dense is not None:
+                return self.dense.pack(module, scheme.decode(tensors), tensors["codes"].device)
             return scheme.decode(tensors).dequantize().to(dtype)
         except ValueError as error:
             # Raised here, it would end up in a report by transformers that does not name the file
@@ -238,6 +263,7 @@ class _Dequantizing(WeightConverter):
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         (dequantize,) = self.operations
         assert isinstance(dequantize, _Dequantize)
-        if dequantize.backbone.is_no_weight(source_key):
+        backbone = dequantize.backbone
+        if backbone.is_no_weight(source_key) or (backbone.is_plain and not backbone.packs(source_key)):
             return source_key, None
         return super().rename_source_key(source_key)

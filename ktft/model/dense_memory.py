@@ -9,6 +9,7 @@ from itertools import product
 from ktft.checkpoint.schemes import Fp8, Scheme
 from ktft.config import DENSE_PLACEMENTS, Settings
 from ktft.dense.formats import PLAIN, dense_bytes, may_pack
+from ktft.dense.stream import SLOTS
 from ktft.lanes.decide.costs import BF16
 from ktft.model.shape import ModelShape
 from ktft.native.packed import SCALE_BLOCK
@@ -16,8 +17,6 @@ from ktft.native.packed import SCALE_BLOCK
 _, GPU, HOST = DENSE_PLACEMENTS
 COARSE = ("int8", "k4")
 """Formats that round what is released, the finer one first."""
-SLOTS = 2
-"""Layers whose weights are on the GPU at once if they come from host memory: one computes while the next arrives."""
 RECORDED_COPIES = 3
 """Further copies of a layer's weights there, which recorded layers read: one a kind of layer, at most so many."""
 WEIGHTS_SHARE = 0.8

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from ktft.dense.linear import PackedLinear
 from ktft.model.experts import find_experts
 
 _NUMBERS = frozenset({"layer_idx", "layer_number"})
@@ -60,6 +61,12 @@ class Weights:
             for name, tensor in own.items()
             if tensor is not None
         ]
+        packed = {id(each._parameters): each for _, each in self._modules if isinstance(each, PackedLinear)}
+        self._streamed = {
+            at: packed[id(own)]
+            for at, (own, name) in enumerate(self.places)
+            if name == "weight" and id(own) in packed and packed[id(own)].is_streamed
+        }
         for tensor in self.tensors:
             if type(tensor) not in (Tensor, nn.Parameter) or tensor.device != device:
                 raise Unlike(f"it has a {type(tensor).__name__} on {tensor.device}")
@@ -70,6 +77,13 @@ class Weights:
     def tensors(self) -> list[Tensor]:
         """The weights, in the order of `places`."""
         return [own[name] for own, name in self.places]
+
+    def present(self) -> list[Tensor]:
+        """The weights, of which those that lie in host memory are on the device until another layer is asked for."""
+        found = self.tensors
+        for at, module in self._streamed.items():
+            found[at] = module.streamed()
+        return found
 
     @property
     def trained(self) -> list[Tensor]:
@@ -110,11 +124,12 @@ class SharedWeights:
 
     def __init__(self, like: Weights) -> None:
         alike: dict[int, Tensor] = {}  # a tensor that a layer has twice stays one
-        for tensor in like.tensors:
+        tensors = like.present()
+        for tensor in tensors:
             if id(tensor) not in alike:
                 alike[id(tensor)] = tensor.detach().clone(memory_format=torch.preserve_format)
                 alike[id(tensor)].requires_grad_(tensor.requires_grad)
-        self.tensors = [alike[id(tensor)] for tensor in like.tensors]
+        self.tensors = [alike[id(tensor)] for tensor in tensors]
         self._holds: Weights | None = None
         kinds = [each.dtype for each in self.tensors]
         self._alike = [[at for at, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)]
@@ -131,7 +146,7 @@ class SharedWeights:
     def hold(self, weights: Weights) -> None:
         """Copy a layer's weights to the kind's tensors, unless they are there since `forget`."""
         if weights is not self._holds:
-            now = weights.tensors
+            now = weights.present()
             with torch.no_grad():
                 for alike in self._alike:  # tensors of several types would be copied one by one
                     torch._foreach_copy_([self.tensors[at] for at in alike], [now[at] for at in alike])

@@ -38,6 +38,7 @@ from ktft.lanes.lanes import Lanes
 from ktft.lora import NOT_SHARED
 from ktft.model.backbone import Backbone
 from ktft.model.calls import call_usually
+from ktft.model.dense_linears import dense_weights
 from ktft.model.experts import KtftExperts, expert_modules, find_experts
 from ktft.model.generic import family_of
 from ktft.model.meta import meta_model
@@ -52,6 +53,8 @@ from ktft.ranks.watch import begin
 from ktft.sources import is_gguf
 
 logger = logging.getLogger(__name__)
+
+_ASYNC_LOAD = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 @register_quantization_config("ktft")
@@ -172,6 +175,7 @@ class KtftHfQuantizer(HfQuantizer):
 
     quantization_config: KtftConfig
     _plan: LoadPlan | None = None
+    _reads_alone = False  # whether this object told transformers to read weights one by one
 
     @property
     def is_trainable(self) -> bool:
@@ -228,6 +232,14 @@ class KtftHfQuantizer(HfQuantizer):
         for module in find_experts(model).values():
             module.tp_size = tp_size
         check_memory(model, self._plan, given.reserve_bytes, kwargs.get("device_map"))
+        if self._plan.backbone.dense is not None:
+            if tp_size > 1 or is_fsdp_enabled():
+                raise ValueError(
+                    f"dense_format {given.dense_format!r} and dense_placement {given.dense_placement!r} do not work "
+                    "with tensor parallelism or FSDP, which divide weights; leave both out of kt_config"
+                )
+            if _ASYNC_LOAD not in os.environ:  # threads would read weights to the GPU faster than they are packed
+                os.environ[_ASYNC_LOAD], self._reads_alone = "1", True
         if self._plan.backbone.conversions():
             if tp_size > 1:
                 raise ValueError(
@@ -235,6 +247,10 @@ class KtftHfQuantizer(HfQuantizer):
                     "from their scales; give a checkpoint in bf16, or leave distributed_config out"
                 )
             self.pre_quantized = True  # otherwise transformers casts integers and scales to the model's dtype
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Whether what is read has another shape than the model's weight: its packed bytes."""
+        return self._plan is not None and self._plan.backbone.packs(param_name)
 
     def get_weight_conversions(self) -> list[WeightConverter | WeightRenaming]:
         """The conversions that dequantize the weights around the experts."""
@@ -245,6 +261,10 @@ class KtftHfQuantizer(HfQuantizer):
         check_versions(getattr(model, "_tp_size", None) or 1)  # earlier versions tell it no sooner
         take_over(model)
         self._plan.backbone.finish(model)
+        if self._plan.backbone.dense is not None:
+            self._plan.backbone.dense.finish()
+        if self._reads_alone:
+            del os.environ[_ASYNC_LOAD]
         self._plan.load_experts()
         self._plan = None
         return model
@@ -299,6 +319,8 @@ class LoadPlan:
         ignored += _zero_experts(self.layers)
         self._ignored = ignored
         self.backbone = Backbone(model, checkpoint, self.family.expert_pattern(), ignored)
+        runtime = next(iter(self.layers.values())).runtime
+        self.backbone.dense = dense_weights(model, self.backbone, settings, find_experts(model), runtime)
         self.experts: ExpertPlan | PackedCache
         if packed is not None:
             self.experts, doing = packed, "Loading packed"

@@ -211,7 +211,8 @@ class Recording:
         grads = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in ends]
         to_answer, middle = None, [each for each in asked.args if isinstance(each, Tensor) and each.requires_grad]
         from_asked = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in middle]
-        with _quiet(graphs):
+        # Casts belong to the forward: in force here, they would round gradients that stay in fp32 otherwise
+        with _quiet(graphs), torch.autocast(self._device.device.type, enabled=False):
             if asked.answer is not None:
                 with graphs.part():
                     (to_answer,) = torch.autograd.grad(

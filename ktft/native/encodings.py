@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktft.native.extension import core
-from ktft.native.tensors import described
+from ktft.native.extension import ENCODINGS, core
+from ktft.native.tensors import address, described
 
 CODED = {
     (torch.float8_e4m3fn, torch.float32): "fp8",
@@ -17,6 +17,32 @@ CODED = {
 }
 """Types of codes and of their scales -> the core's `Encoding`, which has the name of the expert format that keeps both
 unchanged."""
+
+
+def source_arguments(
+    weight: Tensor, scales: Tensor | None, block: tuple[int, int] | None, zeros: Tensor | None, owner: str
+) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """A weight as the core takes it, and the tensors that must live until it has. See `ExpertLayer.load` for the
+    arguments; `owner` is what messages say before the tensor's name.
+
+    Raises:
+        ValueError: a shape or dtype is wrong, or scales hold NaN, Inf or a negative fp8 scale.
+    """
+    if weight.dim() != 2 or weight.device.type != "cpu" or (weight.dtype not in ENCODINGS and scales is None):
+        raise ValueError(
+            "expected a 2-D fp32, bf16 or fp16 CPU tensor, or codes and scales, "
+            f"got {weight.dtype} {list(weight.shape)} on {weight.device}"
+        )
+    weight = weight.contiguous()
+    rows, cols = weight.shape
+    encoding, block = ENCODINGS.get(weight.dtype), block or (0, 0)
+    if scales is not None:
+        encoding, cols, block = check_codes(weight, scales, block, zeros)
+        scales, zeros = scales.contiguous(), None if zeros is None else zeros.contiguous()
+    named = (("a weight", weight), ("its scales", scales), ("its zero points", zeros))
+    at = [0 if tensor is None else address(tensor, f"{owner}{name}") for name, tensor in named]
+    held = [tensor for _, tensor in named if tensor is not None]
+    return (at[0], encoding, rows, cols, at[1], *block, at[2]), held
 
 
 def check_codes(

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ktft.held import HeldExperts
 from ktft.lora import ExpertLora
-from ktft.native.encodings import check_codes
-from ktft.native.extension import DTYPES, ENCODINGS, NATIVE_PROJECTIONS, core
+from ktft.native.encodings import source_arguments
+from ktft.native.extension import DTYPES, NATIVE_PROJECTIONS, core
 from ktft.native.machine import Runtime
 from ktft.native.packed import PackedSlice
 from ktft.native.tensors import INTEGERS, address, check_like, check_memory, described, native_lora
@@ -126,33 +126,9 @@ class ExpertLayer:
             ValueError: the shape or dtype is wrong, there is NaN or Inf or a negative fp8 scale, there is no such
                 expert, or the weight was loaded before.
         """
-        if weight.dim() != 2 or weight.device.type != "cpu" or (weight.dtype not in ENCODINGS and scales is None):
-            raise ValueError(
-                "expected a 2-D fp32, bf16 or fp16 CPU tensor, or codes and scales, "
-                f"got {weight.dtype} {list(weight.shape)} on {weight.device}"
-            )
+        source, _held = source_arguments(weight, scales, block, zeros, f"{self.name}: ")
         self._refuse_second(expert, projection)
-        weight = weight.contiguous()
-        rows, cols = weight.shape
-        encoding, block = ENCODINGS.get(weight.dtype), block or (0, 0)
-        if scales is not None:
-            encoding, cols, block = check_codes(weight, scales, block, zeros)
-            scales, zeros = scales.contiguous(), None if zeros is None else zeros.contiguous()
-        given = (("its scales", scales), ("its zero points", zeros))
-        addresses = [0 if tensor is None else self._address(tensor, name) for name, tensor in given]
-        return bool(
-            self.handle.load(
-                expert,
-                NATIVE_PROJECTIONS[projection],
-                self._address(weight, "a weight"),
-                encoding,
-                rows,
-                cols,
-                addresses[0],
-                *block,
-                addresses[1],
-            )
-        )
+        return bool(self.handle.load(expert, NATIVE_PROJECTIONS[projection], *source))
 
     def canonical_bytes(self, projection: str) -> int:
         """The size of what `export_packed` returns. It depends only on format and shape."""

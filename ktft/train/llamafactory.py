@@ -32,9 +32,10 @@ from ktft.adapters.peft import expert_layers
 from ktft.adapters.reach import linear_names
 from ktft.adapters.several import stand_on
 from ktft.checkpoint.families import FAMILIES
-from ktft.config import PROJECTIONS, TOP_LEVEL_KEYS, Settings, parse_kt_config
+from ktft.config import PROJECTIONS, Settings
 from ktft.device import accelerator
 from ktft.hosts.llamafactory import PATCHES
+from ktft.kt_keys import TOP_LEVEL_KEYS, parse_kt_config
 from ktft.model.experts import find_experts
 from ktft.model.fit import Room
 from ktft.model.quantizer import check_flash_attention, configure

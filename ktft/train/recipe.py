@@ -16,8 +16,9 @@ from transformers import PreTrainedConfig
 
 from ktft.adapters.reach import linear_names, planned_reach
 from ktft.checkpoint.hub import require_found
-from ktft.config import DEFAULT_EXPERT_FORMAT, TOP_LEVEL_KEYS, Settings, emulate_gpu, other_hub, parse_kt_config
+from ktft.config import DEFAULT_EXPERT_FORMAT, Settings, emulate_gpu, other_hub
 from ktft.dense.formats import PLAIN
+from ktft.kt_keys import TOP_LEVEL_KEYS, parse_kt_config
 from ktft.model.dense_memory import GPU, DenseChoice, dense_tiers, loaded_choice
 from ktft.model.fit import Fit, Room, fit
 from ktft.model.memory import Footprint

@@ -39,6 +39,9 @@ class Operations(Protocol):
         scale, become the first two of the last `PLACES` columns, of which the others become zero.
         """
 
+    def decode_matrix(self, format: str, packed: Tensor, matrix: PackedMatrix, out: Tensor) -> None:
+        """out `[rows, cols]`, in any floating dtype, = the values of one packed matrix, uint8, with all its scales."""
+
     def place(self, adapters: Adapters) -> None:
         """The a of `adapters` = A / kept, in a high and a low part; its b from column N on = scaling · B / scale
         likewise, with P columns a part. Places beyond a rank become zero, and so does B beside the rows of other

@@ -21,11 +21,7 @@ def decode(format: str, blocks: Tensor, matrices: Sequence[PackedMatrix], out: C
     for i, matrix in enumerate(matrices):
         rows = slice(row, row + matrix.rows)
         for block, decoded in zip(blocks, stacked[:, i, rows, col : col + matrix.cols], strict=True):
-            values = _tiles(format, block, matrix)
-            values = values.permute(0, 2, 1, 3).reshape(matrix.rows, -1)[:, : matrix.cols]
-            if PACKED_FORMATS[format].block_scaled:
-                values = values.float() * _block_scales(block, matrix)
-            decoded.copy_(values)
+            decoded.copy_(_values(format, block, matrix))
         scales = None
         if scale is not None and matrix.scales is not None:
             scales = scale[:, i, rows]
@@ -34,6 +30,20 @@ def decode(format: str, blocks: Tensor, matrices: Sequence[PackedMatrix], out: C
             bias, to = _floats(blocks, matrix.bias, matrix.rows), stacked[:, i, rows, -PLACES:]
             to.zero_()
             _split(bias if scales is None else bias / scales, to[..., 0], to[..., 1])
+
+
+def decode_matrix(format: str, packed: Tensor, matrix: PackedMatrix, out: Tensor) -> None:
+    values = _values(format, packed, matrix)
+    if PACKED_FORMATS[format].row_scaled:
+        assert matrix.scales is not None
+        values = values.float() * _floats(packed[None], matrix.scales, matrix.rows).T
+    out.copy_(values)
+
+
+def _values(format: str, block: Tensor, matrix: PackedMatrix) -> Tensor:
+    """Values `[rows, cols]` without row scales."""
+    values = _tiles(format, block, matrix).permute(0, 2, 1, 3).reshape(matrix.rows, -1)[:, : matrix.cols]
+    return values.float() * _block_scales(block, matrix) if PACKED_FORMATS[format].block_scaled else values
 
 
 def _floats(blocks: Tensor, offset: int, count: int) -> Tensor:

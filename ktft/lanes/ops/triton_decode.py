@@ -22,10 +22,10 @@ def _decode(
     codes, floats, halves, out, out_row, out_rows, row, col, scale, strips, strip_codes, block_codes, block_floats,
     cols, tiles, scales, biases,
     CODES: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr, TILE: tl.constexpr,
-    GROUPED: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, COLS: tl.constexpr,
+    GROUPED: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, FOLDED: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """`codes` has the codes' dtype, uint8 for E4M3 and for 4 bits. `GROUPED`: of 4 bits, with one scale for each group
-    of columns.
+    of columns. `FOLDED`: values are multiplied by the scales of their rows.
 
     The program of a strip's first columns also writes the scales and biases of its rows.
     """
@@ -53,21 +53,44 @@ def _decode(
             tl.store(out + (first_row + r + 1)[:, None] * out_row - 16 + c, both.to(tl.bfloat16))
     source = expert * block_codes + mine_tiles + strip.to(tl.int64) * strip_codes
     to, first = out + first_row * out_row + col, tl.program_id(1) * COLS
+    row_scale = tl.full((16,), 1.0, tl.float32)
+    if FOLDED:
+        row_scale = tl.load(floats + expert * block_floats + mine_scales + strip * 16 + tl.arange(0, 16))
     if GROUPED:
         code, factor, column, i, here = groups(codes, halves, source, first, cols, SCALES, TILE, COLS)
+        # Rounded to bf16, as the products of experts take them, before a row's scale
+        low = (value_of(code & 15, CODES, TABLE, UNIT) * factor).to(tl.bfloat16)
+        high = (value_of(code >> 4, CODES, TABLE, UNIT) * factor).to(tl.bfloat16)
+        if FOLDED:
+            low, high = low.to(tl.float32) * row_scale[:, None, None], high.to(tl.float32) * row_scale[:, None, None]
         place = to + tl.arange(0, ROWS)[:, None, None] * out_row + column + i
-        tl.store(place, (value_of(code & 15, CODES, TABLE, UNIT) * factor).to(tl.bfloat16), mask=here)
-        tl.store(place + 16, (value_of(code >> 4, CODES, TABLE, UNIT) * factor).to(tl.bfloat16), mask=here)
+        tl.store(place, low.to(out.dtype.element_ty), mask=here)
+        tl.store(place + 16, high.to(out.dtype.element_ty), mask=here)
     else:
         at = expert * block_floats + mine_scales
         value, column, here = columns(
             codes, floats, source, at, strip * 16, first, cols, CODES, TABLE, UNIT, SCALES, TILE, COLS
         )
-        tl.store(to + tl.arange(0, ROWS)[:, None] * out_row + column, value.to(tl.bfloat16), mask=here)
+        if FOLDED:
+            value = value * row_scale[:, None]
+        tl.store(to + tl.arange(0, ROWS)[:, None] * out_row + column, value.to(out.dtype.element_ty), mask=here)
 
 
 def decode(format: str, blocks: Tensor, matrices: Sequence[PackedMatrix], out: ChunkMatrix, row: int, col: int) -> None:
-    first, (codes, floats, halves), (values, scale) = matrices[0], views(format, blocks), out.by_projection
+    values, scale = out.by_projection
+    _launch(format, blocks, matrices, values, scale, row, col, folded=False)
+
+
+def decode_matrix(format: str, packed: Tensor, matrix: PackedMatrix, out: Tensor) -> None:
+    _launch(format, packed[None], [matrix], out[None, None], None, 0, 0, folded=PACKED_FORMATS[format].row_scaled)
+
+
+def _launch(
+    format: str, blocks: Tensor, matrices: Sequence[PackedMatrix], values: Tensor, scale: Tensor | None, row: int,
+    col: int, folded: bool,
+) -> None:  # fmt: skip
+    """Decode to values `[experts, matrices, rows, columns]`, and scales likewise if there are any."""
+    first, (codes, floats, halves) = matrices[0], views(format, blocks)
     size = codes.element_size()
     strips = first.rows // TILE_ROWS
     _decode[(blocks.shape[0] * len(matrices) * strips, cdiv(first.cols, COLS))](
@@ -77,5 +100,5 @@ def decode(format: str, blocks: Tensor, matrices: Sequence[PackedMatrix], out: C
         tuple((matrix.scales or 0) // 4 for matrix in matrices),
         tuple((matrix.bias or 0) // 4 for matrix in matrices),
         **constants(format), GROUPED=bool(PACKED_FORMATS[format].values), SCALED=scale is not None,
-        BIASED=first.bias is not None, COLS=COLS,
+        BIASED=first.bias is not None, FOLDED=folded, COLS=COLS,
     )  # fmt: skip

@@ -1,0 +1,317 @@
+"""Linear weights outside the routed experts that are packed, or in host memory, against ordinary ones."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from adapted import load, logits, lora_config, randomize, tensors_of
+from given import Checkpoint, RunCli, TrainYaml
+from host_graphs import HostGraph, record_on_host
+from quantize import quantize
+from runs import logged
+from safetensors.torch import load_file, save_file
+from tiny import write_checkpoint
+from torch import Tensor, nn
+from transformers import Trainer
+
+import ktft
+from ktft import native
+from ktft.checkpoint.reader import CheckpointReader
+from ktft.config import DENSE_FORMATS, Settings
+from ktft.dense.embedding import to_device, to_host
+from ktft.dense.formats import dense_bytes, layout, may_pack
+from ktft.dense.linear import PackedLinear
+from ktft.dense.stream import DenseStream
+from ktft.lanes.ops import torch_ops
+from ktft.native.dense import pack_dense
+
+PACKED = ("fp8", "int8", "k4")
+PLACED = [{"dense_format": "fp8"}, {"dense_format": "k4"}, {"dense_placement": "host"},
+          {"dense_format": "int8", "dense_placement": "host"}]  # fmt: skip
+FAMILIES = ("dsv3", "qwen3moe", "gpt_oss", "glm4", "qwen3_5")
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KTFT_EMULATE_GPU", "1")
+
+
+def packed_linears(model: nn.Module) -> dict[str, PackedLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+
+
+def unpack(model: nn.Module) -> nn.Module:
+    """The same model with ordinary layers of the decoded weights."""
+    for name, module in packed_linears(model).items():
+        model.set_submodule(name, module.to_linear())
+    return model
+
+
+# --- one matrix -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", native.FORMATS)
+def test_a_matrix_has_the_values_that_an_expert_would_have(format: str) -> None:
+    for rows, cols in ((32, 32), (96, 160), (288, 96), (160, 288)):
+        weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows)) * 0.02
+        layer = native.ExpertLayer(native.runtime(2), num_experts=1, hidden_size=cols, intermediate_size=rows,
+                                   format=format, name="expert")  # fmt: skip
+        layer.load(0, "up_proj", weight)
+        packed, (matrix, size) = pack_dense(native.runtime(2), format, weight), layout(format, rows, cols)
+        assert packed.numel() == size == dense_bytes(format, rows, cols) or format == "bf16"
+        assert torch.equal(packed, pack_dense(native.runtime(1), format, weight))
+        expected = layer.dequantize(0, "up_proj")
+        out = torch.full((rows, cols), torch.nan, dtype=torch.bfloat16)
+        torch_ops.decode_matrix(format, packed, matrix, out)
+        assert torch.equal(out, expected.bfloat16())
+        wide = torch.empty(rows, cols)
+        torch_ops.decode_matrix(format, packed, matrix, wide)
+        assert torch.allclose(wide, expected, rtol=2.0**-8)  # the kernels round products with blocks' scales to bf16
+
+
+def test_sizes_that_have_no_tiles() -> None:
+    assert not may_pack(24, 64) and not may_pack(32, 40) and may_pack(16, 32)
+    with pytest.raises(ValueError, match=r"\[24, 64\] is not \[a multiple of 16, a multiple of 32\]"):
+        pack_dense(native.runtime(1), "k4", torch.zeros(24, 64))
+    assert dense_bytes("k4", 24, 64) == 24 * 64 * 2
+    assert PackedLinear(nn.Linear(64, 24, device="meta"), "k4").format == "bf16"
+
+
+# --- a model ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", PLACED, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_decoded_weights(
+    tiny_checkpoint: Checkpoint, family: str, settings: dict[str, Any]
+) -> None:
+    model = load(tiny_checkpoint(family), torch.bfloat16, **settings)
+    every, plain = packed_linears(model), load(tiny_checkpoint(family), torch.bfloat16)
+    assert any("attn" in name or "attention" in name for name in every)
+    assert any("lm_head" in name for name in every) == (
+        "dense_format" in settings and not plain.config.tie_word_embeddings
+    )
+    assert not any(name.rpartition(".")[2] in ("gate", "router", "shared_expert_gate") for name in every)
+    found = logits(model)
+    assert torch.equal(found, logits(unpack(model)))
+    exact = "dense_format" not in settings
+    assert torch.equal(found, logits(plain)) == exact
+
+
+def test_fp8_is_kept_as_released(tmp_path: Path) -> None:
+    whole = write_checkpoint("dsv3", tmp_path / "whole", hidden_size=256, moe_intermediate_size=128)
+    path, _, weights = quantize(whole, tmp_path, "fp8")
+    kept = load(path, torch.bfloat16, dense_format="fp8")
+    released = {name: module for name, module in packed_linears(kept).items() if name != "lm_head"}
+    for name, module in released.items():
+        assert torch.equal(module.decoded(), weights[f"{name}.weight"].bfloat16()), name
+    assert {each.format for each in released.values()} == {"fp8"}
+    kept.set_submodule("lm_head", (plain := load(path, torch.bfloat16)).lm_head)  # released in bf16
+    assert torch.equal(logits(kept), logits(plain))
+    for settings in ({"dense_placement": "host"}, {"dense_format": "k4"}):
+        other = load(path, torch.bfloat16, **settings)
+        assert torch.equal(logits(other), logits(unpack(other)))
+
+
+def test_products_have_the_gradients_of_a_linear_layer() -> None:
+    torch.manual_seed(0)
+    like = nn.Linear(64, 48, dtype=torch.float32)
+    module = PackedLinear(nn.Linear(64, 48, device="meta"), "int8")
+    module.weight = nn.Parameter(pack_dense(native.runtime(1), "int8", like.weight.detach()), requires_grad=False)
+    module.bias = like.bias
+    stock = module.to_linear()
+    stock.bias = nn.Parameter(like.bias.detach().clone())
+    x = torch.randn(2, 5, 64, requires_grad=True)
+    mine, theirs = (torch.autograd.grad(each(x).square().sum(), [x, each.bias]) for each in (module, stock))
+    assert all(torch.allclose(one, other, rtol=1e-6) for one, other in zip(mine, theirs, strict=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(module(x), stock(x)) and module(x).dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match=r"input is torch.bfloat16, its weight decodes to torch.float32"):
+        module(x.bfloat16())
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def steps(path: Path, out: Path, plain: bool = False, recorded: bool = False, **settings: Any) -> Any:
+    """The losses of some steps and the weights after them. `plain`: of a model with the decoded weights."""
+    own = {name: settings.pop(name) for name in list(settings) if name in Settings.__dataclass_fields__}
+    model = load(path, **{"cuda_graphs": recorded} | own)
+    model = unpack(model) if plain else model
+    torch.manual_seed(0)
+    model = randomize(ktft.get_peft_model(model, lora_config()), std=0.05)
+    torch.manual_seed(1)
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 100, (12, 12))]
+    given: dict[str, Any] = {"max_steps": 4, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}
+    given |= {"save_strategy": "no", "gradient_checkpointing": True, "learning_rate": 1e-3}
+    trainer = Trainer(model, runs.arguments(out, **given | settings), train_dataset=data)
+    trainer.train()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    return runs.losses(trainer), weights, model
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one[0] == other[0]
+    assert one[1].keys() == other[1].keys()
+    assert all(torch.equal(other[1][name], weight) for name, weight in one[1].items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "given"),
+    [
+        ({"dense_format": "k4"}, {}),
+        ({"dense_format": "fp8"}, {"bf16": True}),
+        ({"dense_placement": "host"}, {"gradient_checkpointing": False}),
+        ({"dense_format": "int8", "dense_placement": "host"}, {"bf16": True, "gradient_checkpointing": False}),
+        ({"dense_format": "int8", "dense_placement": "host"}, {"micro_batches_together": 1}),
+    ],
+    ids=str,
+)
+def test_training_is_that_of_the_decoded_weights(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, settings: dict[str, Any], given: dict[str, Any]
+) -> None:
+    path = tiny_checkpoint("dsv3")
+    mine = steps(path, tmp_path / "packed", **settings, **given)
+    assert_same(steps(path, tmp_path / "plain", plain=True, **settings, **given), mine)
+    assert packed_linears(mine[2])
+    assert all(not module.weight.requires_grad for module in packed_linears(mine[2]).values())
+
+
+@pytest.mark.parametrize("settings", PLACED, ids=str)
+def test_recorded_layers(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """A recording reads each layer's own weights, in both passes."""
+    graphs: list[HostGraph] = record_on_host(monkeypatch.setattr)
+    path, given = tiny_checkpoint("dsv3"), {"bf16": True}
+    with monkeypatch.context() as patch:
+        patch.setattr("ktft.model.recorder.USES", 1 << 30)
+        usual = steps(path, tmp_path / "usual", recorded=True, **settings, **given)
+    recorded = steps(path, tmp_path / "recorded", recorded=True, **settings, **given)
+    assert max(graph.replays for graph in graphs) > 1
+    assert_same(usual, recorded)
+
+
+def stream_of(model: nn.Module) -> DenseStream:
+    (stream,) = {id(each._stream): each._stream for each in packed_linears(model).values() if each.is_streamed}.values()
+    assert stream is not None
+    return stream
+
+
+def test_every_layer_crosses_once_in_a_pass(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many micro-batches there are. The layers at both ends stay for the next pass."""
+    counts = []
+    original = DenseStream.bytes_of
+    monkeypatch.setattr(DenseStream, "bytes_of", lambda self, *given: (counts.append(1), original(self, *given))[1])
+    path = tiny_checkpoint("qwen3moe")
+    *_, model = steps(path, tmp_path, dense_placement="host")
+    passes, layers = 2 * 4, 3
+    assert stream_of(model).copies <= passes * (layers - 1) + 1 < len(counts)
+
+
+def test_the_next_layer_is_copied_ahead_in_both_directions() -> None:
+    layers = [[torch.full((300,), number, dtype=torch.uint8), torch.full((7,), 10 + number, dtype=torch.uint8)]
+              for number in range(4)]  # fmt: skip
+    stream, cpu = DenseStream(layers), torch.device("cpu")
+    assert layers == [[]] * 4 and stream.host_bytes == 4 * 768 and stream.slot_bytes == 2 * 768
+    found = []
+    for layer in (0, 1, 2, 3, 3, 2, 1, 0, 0, 2, 1):
+        for place in (2 * layer, 2 * layer + 1):
+            taken = stream.bytes_of(place, cpu)
+            assert taken.unique().tolist() == [layer + 10 * (place % 2)] and taken.numel() == (7 if place % 2 else 300)
+        found.append(stream.copies)
+    #        0  1  2  3  3  2  1  0  0  2  1: the jump from 0 to 2 also brings the 3 that nobody asks for
+    assert found == [2, 3, 4, 4, 4, 5, 6, 6, 6, 8, 10]
+
+
+def test_a_module_that_is_trained_is_an_ordinary_copy(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = load(tiny_checkpoint("qwen3moe"), torch.float32, dense_format="int8")
+    before = model.lm_head.decoded()
+    model = ktft.get_peft_model(model, lora_config(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    copied = model.get_base_model().lm_head.modules_to_save.default
+    assert type(copied) is nn.Linear and copied.weight.requires_grad and torch.equal(copied.weight, before)
+    data = runs.DATA[:4]
+    Trainer(model, runs.arguments(tmp_path, max_steps=2, save_strategy="no"), train_dataset=data).train()
+    assert not torch.equal(copied.weight, before)
+
+
+def test_the_embeddings_wait_in_host_memory(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """While a model is trained, its rows are the same, and nobody takes the place of the table for the table."""
+    model = load(tiny_checkpoint("dsv3"), torch.float32, dense_placement="host").requires_grad_(False)
+    module, ids = model.get_input_embeddings(), torch.randint(0, 300, (2, 7))
+    table, rows = module.weight.detach().clone(), module(ids)
+    embedding = to_host(model)
+    assert embedding is module and torch.equal(module(ids), rows)
+    assert module.weight.shape == table.shape and module.weight.untyped_storage().nbytes() == table[0].nbytes
+    assert module.weight.isnan().all() and torch.equal(model.state_dict()["model.embed_tokens.weight"], table)
+    to_device(embedding)
+    assert type(module) is nn.Embedding and torch.equal(module.weight, table)
+    assert torch.equal(model.state_dict()["model.embed_tokens.weight"], table) and torch.equal(module(ids), rows)
+
+    module.weight.requires_grad_()
+    assert to_host(model) is None
+    assert to_host(load(tiny_checkpoint("dsv3"), torch.float32).requires_grad_(False)) is None
+    tied = load(tiny_checkpoint("qwen3moe"), torch.float32, dense_placement="host").requires_grad_(False)
+    tied.lm_head.weight = tied.get_input_embeddings().weight
+    assert to_host(tied) is None
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+def damage(path: Path, tmp_path: Path, name: str, value: float) -> Path:
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    (file,) = {
+        entry.file.name for entry in CheckpointReader.from_directory(path).tensors.values() if entry.name == name
+    }
+    tensors = load_file(tmp_path / file)
+    tensors[name][3, 5] = value
+    save_file(tensors, tmp_path / file, {"format": "pt"})
+    return tmp_path
+
+
+@pytest.mark.parametrize("settings", [{"dense_format": "k4"}, {"dense_placement": "host"}], ids=str)
+def test_a_damaged_weight(tiny_checkpoint: Checkpoint, tmp_path: Path, settings: dict[str, Any]) -> None:
+    name = "model.layers.1.self_attn.o_proj.weight"
+    path = damage(tiny_checkpoint("qwen3moe"), tmp_path, name, torch.nan)
+    with pytest.raises(ValueError, match=rf"safetensors: {name}: it holds NaN or Inf"):
+        load(path, torch.bfloat16, **settings)
+
+
+def test_settings_that_cannot_be(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="dense_format is 'k5'; supported: bf16, fp8, int8, k4"):
+        ktft.KtftConfig(dense_format="k5")
+    with pytest.raises(ValueError, match="dense_placement is 'cpu'; supported: auto, gpu, host"):
+        ktft.KtftConfig(dense_placement="cpu")
+    assert set(DENSE_FORMATS) <= {*native.FORMATS}
+    monkeypatch.delenv("KTFT_EMULATE_GPU")
+    with pytest.raises(ValueError, match="dense_placement is 'host'"):
+        load(tiny_checkpoint("qwen3moe"), dense_placement="host")
+
+
+# --- through LLaMA-Factory --------------------------------------------------------------------------------------------
+
+
+def test_llamafactory(run_cli: RunCli, train_yaml: TrainYaml, tmp_path: Path) -> None:
+    """Packed weights train, a run is resumed with the bits of an uninterrupted one, and the adapter can be exported."""
+    kt: dict[str, Any] = {"expert_format": "int8", "dense_format": "k4", "dense_placement": "host", "threads": 1}
+    given: dict[str, Any] = {"kt_config": kt, "max_steps": 4, "save_steps": 2}
+    environment = {"KTFT_EMULATE_GPU": "1"}
+
+    def run(name: str, **more: Any) -> Path:
+        config = train_yaml("dsv3", **given | more) | {"output_dir": str(tmp_path / name)}
+        run_cli(["llamafactory-cli", "train"], config, env=environment)
+        return tmp_path / name
+
+    whole = run("whole")
+    resumed = run("resumed", resume_from_checkpoint=str(whole / "checkpoint-2"))
+    first, second = tensors_of(whole), tensors_of(resumed)
+    assert first.keys() == second.keys() and all(torch.equal(second[name], each) for name, each in first.items())
+    assert len(logged(whole)) == 4 and any(bool(Tensor.any(each)) for name, each in first.items() if "lora_B" in name)
