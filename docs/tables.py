@@ -26,7 +26,12 @@ from ktft.formats import FORMAT_TRAITS
 from ktft.hosts import PATCHES
 from ktft.kt_keys import KT_KEYS, KtKey
 from ktft.native.packed import PACKED_FORMATS, PackedFormat
+from ktft.plan.description import Description
+from ktft.plan.planner import Planner
+from ktft.plan.source import read_source
 from ktft.serve.vllm.families import SERVED
+from ktft.system import readable
+from ktft.train.recipe import Recipe
 from ktft.versions import STACKS, TESTED_SERVERS, TESTED_VERSIONS
 
 DOCS = Path(__file__).parent
@@ -201,12 +206,42 @@ def patches() -> str:
     return "\n\n".join(parts)
 
 
+CARD_MODELS = (
+    ("DeepSeek-V3, R1", "deepseek-v3", "k4"),
+    ("Kimi-K2", "kimi-k2", "k4"),
+    ("GLM-4.5", "glm-4.5", "k4"),
+    ("Qwen3-235B-A22B", "qwen3-235b-a22b", "k4"),
+    ("gpt-oss-120b", "gpt-oss-120b", "mxfp4"),
+    ("MiniMax-M2", "minimax-m2", "k4"),
+)
+"""Models by name, the folder of tests/data that has their config.json, the experts' format."""
+
+
+def cards() -> str:
+    """What `ktft plan` says of large models on one small GPU, by published rates alone."""
+    recipe = Recipe(per_device_train_batch_size=1, gradient_accumulation_steps=8, cutoff_len=2048, bf16=True)
+    rows = []
+    for title, folder, experts in CARD_MODELS:
+        source = read_source(DOCS.parent / "tests/data" / folder, recipe.settings)
+        planner = Planner(source, Description(ram="4T", gpu="24G").machine(), recipe)
+        for card in ("16G", "24G", "48G"):
+            machines = (Description(ram="4T", gpu=card, pcie=pcie).machine() for pcie in ("4", "5"))
+            own, _ = plans = [planner.format_plan(experts, machine) for machine in machines]
+            speeds = (f"{each.tokens_per_second:,.0f}" if each.fits else "does not fit" for each in plans)
+            sizes = (readable(size) for size in (own.footprint.vram_bytes, own.footprint.ram_bytes))
+            waiting = "host memory" if own.work.away else "the GPU"
+            rows.append((title, card, experts, own.work.dense, waiting, own.work.together, *sizes, *speeds))
+    heads = "Model", "GPU", "Experts", "Weights around them", "Waiting activations", "Together", "GPU memory", "Memory"
+    return table((*heads, "tokens/s, PCIe 4", "PCIe 5"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "families": families,
     "formats": formats,
     "limits": limits,
     "tiles": tiles,
     "versions": versions,
+    "cards": cards,
     "commands": commands,
     "imports": imports,
     "patches": patches,

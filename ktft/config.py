@@ -172,6 +172,10 @@ class Settings:
             return "dense_placement is 'host'"
         return ""
 
+    def capped(self, gpu_bytes: int) -> int:
+        """What the process may use of a GPU that has so many bytes of memory."""
+        return min(gpu_bytes, self.gpu_memory or gpu_bytes)
+
     def __post_init__(self) -> None:
         for name in SETTINGS:
             object.__setattr__(self, name, checked(name, getattr(self, name)))

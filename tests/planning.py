@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from commands import invoke
 
-DEEPSEEK, GLM_AIR = (Path(__file__).parent / "data" / name for name in ("deepseek-v3", "glm-4.5-air"))
+CONFIGS = Path(__file__).parent / "data"
+DEEPSEEK, GLM_AIR, QWEN_30B = (CONFIGS / name for name in ("deepseek-v3", "glm-4.5-air", "qwen3-30b-a3b"))
 
 
 def plan(*args: object, code: int = 0) -> dict[str, Any]:

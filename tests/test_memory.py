@@ -20,9 +20,10 @@ from ktft import native, system
 from ktft.adapters.reach import linear_names
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
 from ktft.model.experts import find_experts
-from ktft.model.memory import Adapter, Workload, active_experts, expert_buffers, packed_per_node, torch_activations
+from ktft.model.memory import active_experts, expert_buffers, packed_per_node, torch_activations
 from ktft.model.shape import MoeShape, shape_of
 from ktft.model.shortage import by_cause, require_memory
+from ktft.model.workload import Adapter, Workload
 from ktft.train.recipe import Recipe
 
 DEEPSEEK = Path(__file__).parent / "data" / "deepseek-v3"

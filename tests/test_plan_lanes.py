@@ -60,7 +60,7 @@ def test_micro_batches_that_go_together_copy_each_expert_once(lanes_of: Callable
     eight = {"gradient_accumulation_steps": 8}
     alone, some, every = (
         lanes_of(*options, settings=eight, placement="stream", micro_batches_together=asked)
-        for asked, options in ((1, ()), ("auto", ()), ("auto", ("--gpu", "160G")))
+        for asked, options in ((1, ()), ("auto", ("--gpu", "20G")), ("auto", ()))
     )
     assert alone["micro_batches_together"] == 1 < some["micro_batches_together"] < 8
     assert every["micro_batches_together"] == 8
@@ -76,7 +76,7 @@ def test_a_gpu_with_room_is_told_to_train_without_checkpointing(lanes_of: Callab
 
     (note,) = notes(cutoff_len=1024)
     assert re.search(r"true fits too, in [\d.]+ GiB of GPU memory, at about [\d.]+ s a step", note)
-    assert not notes()
+    assert not notes(cutoff_len=4096)
     assert not notes(cutoff_len=1024, disable_gradient_checkpointing=True)
 
 
@@ -103,7 +103,7 @@ def test_forced_lanes_and_residents(lanes_of: Callable[..., dict[str, Any]]) -> 
 
 
 def test_residents_that_do_not_fit(recipe: Recipes) -> None:
-    told = plan(DEEPSEEK, recipe(kt_config={"expert_format": "k4", "gpu_expert_memory": "60G"}), *BIG, code=1)
+    told = plan(DEEPSEEK, recipe(kt_config={"expert_format": "k4", "gpu_expert_memory": "77G"}), *BIG, code=1)
     assert "GPU memory" in told["verdict"]
     change = next(each for each in told["changes"] if each["change"].startswith("kt_config.gpu_expert_memory: 0"))
     assert change["fits"]

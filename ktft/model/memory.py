@@ -14,13 +14,11 @@ from typing import Any
 import torch
 
 from ktft import config, native
-from ktft.config import SHARED_OUTER
 from ktft.lanes.gpu.lane import CHUNK_BYTES
+from ktft.model.dense_memory import PLAIN_ON_GPU, dense_memory
 from ktft.model.shape import ModelShape, MoeShape
-from ktft.native.repeated import distinct_rows
+from ktft.model.workload import BF16, FP32, Adapter, Workload
 
-FP32, BF16 = 4, 2
-ADAM_STATES = 2  # fp32 moments per parameter
 BASELINE = 580 << 20  # Python with torch, transformers, peft and LLaMA-Factory imported: resident code and heap
 CUDA_LIBRARIES = 220 << 20  # added to BASELINE by a CUDA build of torch, whether or not a GPU is used
 CUDA_CONTEXT = 600 << 20  # VRAM of the driver, kernels and cuBLAS
@@ -35,99 +33,15 @@ SPARE_VRAM, SPARE_SHARE = 1 << 30, 0.25
 # fp32 copy, log-softmax, its gradient, and the gradient in the logits' dtype. On a GPU three fp32 blocks are alive at
 # once, and the others are freed before backward; the allocator keeps the block of the model's own dtype, and one more.
 _LOGIT_BYTES, _GPU_LOGIT_BYTES = {BF16: 14, FP32: 16}, 12
+# A loss in chunks has logits of as many tokens at a time as make at most so many fp32 bytes, two such blocks, and two
+# tensors of hidden states: their gradient, and its sum.
+_LOSS_CHUNK, _LEAST_LOSS_TOKENS, _CHUNK_LOGIT_BYTES, _LOSS_TENSORS = 128 << 20, 32, 8, 2
 # Bytes per attention score while one layer runs without fused attention, which torch lacks on the CPU when values are
 # not as wide as keys (DeepSeek's attention): scores, mask, softmax and their gradients, all fp32. Backward keeps the
 # probabilities, and fp32 copies of queries, keys and values.
 _SCORE_BYTES, _PROBABILITY_BYTES = 29, 4
 _DECODED = 2.1  # bytes per streamed parameter on the GPU: bf16, with LoRA's columns
 _RETURNED_BLOCK = 32 << 20  # glibc's largest M_MMAP_THRESHOLD; larger blocks return to the system when freed
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """LoRA on `count` matrices of one shape: one linear layer, or one projection of all experts in a layer."""
-
-    in_features: int
-    out_features: int
-    rank: int
-    count: int = 1
-    layer: int | None = None
-    projection: str | None = None  # set for routed experts only
-    shared: int = 0  # features of the side whose matrix all experts share; 0 if each has its own
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters of A and B together."""
-        return self.spread - (self.count - 1) * self.rank * self.shared
-
-    @property
-    def spread(self) -> int:
-        """The number of elements that the kernels and lanes take, with a matrix for each expert."""
-        return self.count * self.rank * (self.in_features + self.out_features)
-
-    @property
-    def spread_bytes(self) -> int:
-        """Memory of a shared matrix spread over all experts, beside the parameter."""
-        row = self.rank * self.shared * FP32
-        return distinct_rows(self.count, row) * row
-
-    @property
-    def spread_grads(self) -> int:
-        """Memory of each expert's gradient of a shared matrix, before they are summed."""
-        return self.count * self.rank * self.shared * FP32
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The properties of one optimizer step that memory and time depend on.
-
-    `placement` and `gpu_expert_memory` are those of `ktft.config.Settings`; they have no effect without a GPU.
-    """
-
-    adapters: tuple[Adapter, ...]  # all LoRA
-    batch: int  # sequences in one forward pass
-    sequence: int  # tokens in each sequence
-    accumulation: int = 1  # forward passes in one optimizer step
-    checkpointing: bool = True  # of decoder layers
-    activation: str = "retain"  # what native layers keep for backward; the other choice is "recompute"
-    placement: str = "auto"
-    gpu_expert_memory: int | str = 0
-    states: float = ADAM_STATES  # moments per parameter that the optimizer keeps
-    weight_bytes: int = BF16  # bytes per weight outside the experts
-    mixed: bool = False  # whether autocast to 16 bits is on
-    ranks: int = 1  # processes that share the experts, each with batches of its own
-    together: int = 1  # micro-batches that go through each layer together
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in one forward pass."""
-        return self.batch * self.sequence
-
-    @property
-    def expert_tokens(self) -> int:
-        """Tokens of all ranks, which every rank's experts see in one forward pass."""
-        return self.tokens * self.ranks
-
-    @property
-    def groups(self) -> int:
-        """How often a step goes through the layers, forward and backward."""
-        return -(-self.accumulation // self.together)
-
-    def expert_activation(self, *, gpu: bool) -> str:
-        """The activation mode of experts. With a GPU, checkpointing keeps their outputs and recomputes gate and up."""
-        return "recompute" if gpu and self.checkpointing else self.activation
-
-    def on_experts(self, layer: int | None = None) -> list[Adapter]:
-        """LoRA on the routed experts of one layer, or of all layers."""
-        return [a for a in self.adapters if a.projection and (layer is None or a.layer == layer)]
-
-    def elsewhere(self) -> list[Adapter]:
-        """LoRA on linear layers."""
-        return [a for a in self.adapters if not a.projection]
-
-    def training_bytes(self, adapters: Iterable[Adapter]) -> int:
-        """Bytes of parameters, gradients and moments. All are fp32: peft creates LoRA so for any model dtype."""
-        return int(sum(a.parameters for a in adapters) * FP32 * (2 + self.states))
 
 
 @dataclass(frozen=True)
@@ -191,6 +105,8 @@ def expert_buffers(
 
 
 _LAYER_TENSORS = 40  # of hidden_size values, which a token takes in a decoder layer with gradients
+AWAY_LAYERS = 3
+"""Layers of which activations are on the GPU if the others' are away: one in use, one on its way in each direction."""
 
 
 def waiting_bytes(hidden_size: int, layers: int, value_bytes: int, checkpointing: bool) -> int:
@@ -198,6 +114,36 @@ def waiting_bytes(hidden_size: int, layers: int, value_bytes: int, checkpointing
     of its experts, and a layer with gradients, without checkpointing all of them.
     """
     return hidden_size * value_bytes * (2 * layers + _LAYER_TENSORS if checkpointing else layers * _LAYER_TENSORS)
+
+
+def waiting_layers(layers: int, work: Workload) -> int:
+    """Of how many layers what waits for backward is beside what computes."""
+    return min(layers, AWAY_LAYERS) if work.away else layers
+
+
+def further_bytes(shape: ModelShape, work: Workload) -> int:
+    """What each micro-batch takes that goes through the layers together with a first one."""
+    layers = waiting_layers(shape.layers, work)
+    return work.tokens * waiting_bytes(shape.hidden_size, layers, work.weight_bytes, work.checkpointing)
+
+
+def loss_chunks(shape: ModelShape, work: Workload) -> int:
+    """In how many parts the logits of a micro-batch are computed."""
+    return -(-work.tokens // _chunk_tokens(shape)) if work.chunked_loss else 1
+
+
+def _chunk_tokens(shape: ModelShape) -> int:
+    return max(_LOSS_CHUNK // max(shape.vocab_size * FP32, 1), _LEAST_LOSS_TOKENS)
+
+
+def loss_bytes(shape: ModelShape, work: Workload, *, gpu: bool) -> int:
+    """Bytes while the loss of one micro-batch is computed and differentiated."""
+    if work.chunked_loss:
+        rows = min(_chunk_tokens(shape), work.tokens)
+        hidden = _LOSS_TENSORS * work.tokens * shape.hidden_size * work.weight_bytes
+        return rows * shape.vocab_size * _CHUNK_LOGIT_BYTES + hidden
+    each = _GPU_LOGIT_BYTES if gpu else _LOGIT_BYTES[work.weight_bytes] + (FP32 if work.mixed else 0)
+    return work.tokens * shape.vocab_size * each
 
 
 def spare_bytes(used: int) -> int:
@@ -252,14 +198,13 @@ def torch_activations(shape: ModelShape, work: Workload, *, gpu: bool) -> int:
     fused = gpu or shape.qk_dim == shape.v_dim
     every_score = 0 if fused else work.batch * shape.heads * work.sequence**2
     copies = 0 if fused else work.tokens * shape.heads * (2 * shape.qk_dim + shape.v_dim) * FP32
-    each = _LOGIT_BYTES[work.weight_bytes] + (FP32 if work.mixed else 0)
-    logits = work.tokens * shape.vocab_size * (_GPU_LOGIT_BYTES if gpu else each)
+    logits = loss_bytes(shape, work, gpu=gpu)
     if work.checkpointing:
         scores = every_score * _SCORE_BYTES
         layer = 2 * layer + copies
         # malloc does not return these blocks: one layer's are still allocated when the logits are computed
         left = 0 if gpu else layer + (scores if every_score * FP32 < _RETURNED_BLOCK else 0)
-        return int(shape.layers * stream + max(logits + left, layer + scores))
+        return int(waiting_layers(shape.layers, work) * stream + max(logits + left, layer + scores))
     if gpu and work.mixed:
         layer = work.tokens * _layer_kept(shape, work)
     kept = layer + copies + every_score * _PROBABILITY_BYTES
@@ -278,12 +223,15 @@ def footprint(
     """The RAM and VRAM of training, or of only holding the model if `work` is None."""
     packed = packed_per_node(shape.moe.values(), expert_format, nodes)
     ram = {"experts": sum(packed), "python": BASELINE + (CUDA_LIBRARIES if gpu or torch.version.cuda else 0)}
-    dense = {"other weights": shape.other_parameters * (work.weight_bytes if work else BF16)}
+    choice, recorded = (work.dense, gpu and work.recorded) if work else (PLAIN_ON_GPU, False)
+    dense = dense_memory(shape, choice, work.weight_bytes if work else BF16, recorded=recorded)
     vram = {"cuda": CUDA_CONTEXT} if gpu else {}
     if gpu:
         ram["cuda"] = CUDA_HOST + (COLLECTIVES if work and work.ranks > 1 else 0)
     place = vram if gpu else ram
-    place |= dense
+    place |= {"other weights": dense.gpu} | ({"other weights in use": dense.transit} if dense.transit else {})
+    if dense.host:
+        ram["other weights"] = dense.host
     if work is None:
         return Footprint(packed, ram, vram)
     lora = work.on_experts()
@@ -304,10 +252,15 @@ def footprint(
     second = work.accumulation > 1 or summed > 0
     ram["expert activations"] = retained + largest + io + (max(layer_grads) * FP32 if second else 0)
     place["activations"] = torch_activations(shape, work, gpu=gpu)
+    if work.together > 1:
+        place["micro-batches together"] = (work.together - 1) * further_bytes(shape, work)
+    if work.away:
+        each = shape.layers * work.weight_bytes + len(shape.moe) * BF16
+        ram["activations that wait"] = work.together * work.tokens * shape.hidden_size * each
     if work.ranks > 1:  # hidden states, outputs and their gradients of all ranks, of one layer
         place["tokens of other ranks"] = _GATHERED * work.expert_tokens * shape.hidden_size * BF16
     if gpu:
-        blocks = work.tokens * shape.vocab_size * (work.weight_bytes + FP32)
+        blocks = 0 if work.chunked_loss else work.tokens * shape.vocab_size * (work.weight_bytes + FP32)
         vram["fragments"] = int(vram["activations"] * VRAM_FRAGMENTS) + blocks
         vram |= lane_bytes(shape, work, sum(packed))
     return Footprint(packed, ram, vram)
@@ -320,7 +273,7 @@ def lane_bytes(shape: ModelShape, work: Workload, packed_bytes: int) -> dict[str
     """Bytes of VRAM that the experts take: buffers of streamed experts, resident experts (`auto`: none yet), and with
     checkpointing every layer's output, so that recomputing a layer does not run its experts again.
     """
-    outputs = len(shape.moe) * work.tokens * shape.hidden_size * BF16
+    outputs = waiting_layers(len(shape.moe), work) * work.tokens * shape.hidden_size * BF16
     sizes = (
         0 if work.placement == "cpu" else _lane_buffers(shape, work, packed_bytes / shape.expert_parameters),
         resident_bytes(work.gpu_expert_memory, packed_bytes, free=0, used=0),
@@ -358,19 +311,3 @@ def resident_bytes(wished: int | str, packed_bytes: int, free: int, used: int) -
     """
     size = free - spare_bytes(used) if isinstance(wished, str) else wished
     return min(max(size, 0), packed_bytes)
-
-
-def expert_adapters(
-    moe: dict[int, MoeShape], ranks: dict[int, dict[str, int]], form: str | None = None
-) -> list[Adapter]:
-    """The LoRA on routed experts that `ranks` describes: layer -> projection -> rank. `form` is one of `EXPERT_LORA`.
-
-    What experts share are the matrices on the side of the hidden states.
-    """
-    shared = {layer: each.hidden_size if form == SHARED_OUTER else 0 for layer, each in moe.items()}
-    return [
-        Adapter(*each.projection(name), ranks[layer][name], each.num_experts, layer, name, shared[layer])
-        for layer, each in moe.items()
-        for name in each.projections
-        if name in ranks.get(layer, {})
-    ]

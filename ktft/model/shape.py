@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktft.checkpoint.families import Family
+from ktft.dense.formats import stays
 from ktft.held import HeldExperts
 from ktft.model.experts import KtftExperts, expert_modules, layer_of
 from ktft.model.generic import family_of
@@ -53,12 +54,22 @@ class MoeShape:
 
 @dataclass(frozen=True)
 class LinearShape:
-    """One linear layer outside the routed experts; `layer` is its decoder layer's number, None if it is in none."""
+    """One linear layer outside the routed experts; `layer` is its decoder layer's number, None if it is in none.
+
+    `packs` is false for one that keeps the model's dtype whatever `dense_format` is: a router, the gate of shared
+    experts, and an output layer that is the embedding table.
+    """
 
     name: str
     in_features: int
     out_features: int
     layer: int | None
+    packs: bool = True
+
+    @property
+    def parameters(self) -> int:
+        """The number of its weights, without a bias."""
+        return self.in_features * self.out_features
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,7 @@ class ModelShape:
     heads: int  # of attention
     qk_dim: int  # the width of a head's queries and keys
     v_dim: int  # and of its values
+    embedding: int = 0  # elements of the embedding table; 0 if it is the output layer too
 
     @property
     def expert_parameters(self) -> int:
@@ -124,12 +136,24 @@ def read_shape(model: PreTrainedModel, moe: dict[int, MoeShape]) -> ModelShape:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     nope, rope = getattr(text, "qk_nope_head_dim", None), getattr(text, "qk_rope_head_dim", None)
     text_only, output = text is model.config, model.get_output_embeddings()
+    table: Any = model.get_input_embeddings().weight
+    tied = getattr(output, "weight", None) is table
     tensors = {id(t): t.numel() for t in (*model.parameters(), *model.buffers())}
+    blocks = {  # around the experts -> the outputs of their router
+        name.rpartition(".")[0] + ".": moe[number].held.num_experts + moe[number].held.zero
+        for name, module in model.named_modules()
+        if isinstance(module, KtftExperts) and (number := layer_of(name)) is not None
+    }
+
+    def packs(name: str, module: nn.Linear) -> bool:
+        own = next((experts for block, experts in blocks.items() if name.startswith(block)), None)
+        return not (tied and module is output) and (own is None or not stays(module.out_features, own))
+
     return ModelShape(
         model_type=model.config.model_type,
         moe=moe,
         linears=tuple(
-            LinearShape(name, module.in_features, module.out_features, layer_of(name))
+            LinearShape(name, module.in_features, module.out_features, layer_of(name), packs(name, module))
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and (text_only or module is output or "language_model" in name.split("."))
         ),
@@ -140,6 +164,7 @@ def read_shape(model: PreTrainedModel, moe: dict[int, MoeShape]) -> ModelShape:
         heads=heads,
         qk_dim=nope + rope if nope and rope else head_dim,
         v_dim=getattr(text, "v_head_dim", None) or head_dim,
+        embedding=0 if tied else table.numel(),
     )
 
 

@@ -21,18 +21,21 @@ RESIDENT = "resident experts"
 _CAUSES = {
     "experts": PACKED,
     "other weights": WEIGHTS,
+    "other weights in use": WEIGHTS,
     "expert LoRA": LORA,
     "its gradients and moments": LORA,
     "other LoRA, gradients, moments": LORA,
     "expert activations": ACTIVATIONS,
     "activations": ACTIVATIONS,
+    "activations that wait": ACTIVATIONS,
+    "micro-batches together": ACTIVATIONS,
     "fragments": ACTIVATIONS,
     "expert outputs": ACTIVATIONS,
     "resident experts": RESIDENT,
 }
 _CURES = {
     PACKED: "choose a smaller expert_format ({formats}, smallest first)",
-    WEIGHTS: "these have to be there whole",
+    WEIGHTS: "choose a smaller dense_format (k4, int8 or fp8), or dense_placement: host beside a GPU",
     LORA: "lower lora_rank, or name fewer modules in lora_target",
     ACTIVATIONS: "lower cutoff_len or per_device_train_batch_size",
     RESIDENT: "lower gpu_expert_memory",

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from ktft.device import ACCELERATORS, device_of
 from ktft.model.experts import KtftExperts
-from ktft.model.memory import FP32, Workload, torch_activations
+from ktft.model.memory import torch_activations
 from ktft.model.shape import ModelShape
+from ktft.model.workload import FP32, Workload
 from ktft.plan.rates import LayerRate, affordable, medians, sizes_up_to
 from ktft.system import available_memory, readable
 

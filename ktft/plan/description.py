@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ktft import system
+from ktft.config import Settings
 from ktft.sizes import parse_size
 
 # FLOP/s of products on registers, a core: measured P over cores, docs/dev/kernel-log.md (amx_bf16: 43 TFLOPS on 16;
@@ -57,13 +58,20 @@ class Gpu:
     bandwidth: float
     pcie_rate: float
 
+    def capped(self, settings: Settings) -> Gpu:
+        """The same GPU with as much memory as `gpu_memory` of the settings lets a process use."""
+        size = settings.capped(self.memory_bytes)
+        if size == self.memory_bytes:
+            return self
+        return replace(self, memory_bytes=size, name=f"{self.name}, of which gpu_memory allows {system.readable(size)}")
 
-# Published dense bf16 TFLOPS, GB/s of memory, and PCIe's generation (8 lanes of the 4th are as fast as 16 of the 3rd),
-# by GiB of memory: the card meant when only its memory is given.
+
+# Published dense bf16 TFLOPS, summed in fp32, GB/s of memory, and PCIe's generation (8 lanes of the 4th are as fast as
+# 16 of the 3rd), by GiB of memory: the card meant when only its memory is given.
 GPUS = {
-    8: ("RTX 4060", 60, 272, 3),
-    12: ("RTX 4070", 117, 504, 4),
-    16: ("RTX 4080", 195, 717, 4),
+    8: ("RTX 4060", 30, 272, 3),
+    12: ("RTX 4070", 58, 504, 4),
+    16: ("RTX 4080", 97, 717, 4),
     24: ("RTX 4090", 165, 1008, 4),
     32: ("RTX 5090", 209, 1792, 5),
     40: ("A100 40GB", 312, 1555, 4),

@@ -7,7 +7,9 @@ from typing import Any
 
 from ktft.config import EXPERT_FORMATS
 from ktft.lanes.decide.simulate import Simulated
-from ktft.model.memory import FP32, LANE_PARTS, Footprint, Workload
+from ktft.model.dense_memory import HOST, PLAIN_ON_GPU
+from ktft.model.memory import LANE_PARTS, Footprint
+from ktft.model.workload import FP32, Workload
 from ktft.plan.description import ALONE, Machine, Together
 from ktft.plan.source import ModelSource
 from ktft.plan.steptime import StepTime
@@ -20,14 +22,14 @@ class FormatPlan:
     """The plan for one expert format on one machine.
 
     Attributes:
-        together: the micro-batches of a step that go through each layer together.
+        work: the step as it would run: its micro-batches together, its dense weights and waiting activations.
         lanes: what experts add to one pass of these, simulated; None without a GPU.
         lacking: a message for each shortage of memory; empty if the format fits.
     """
 
     format: str
+    work: Workload
     footprint: Footprint
-    together: int
     load_seconds: float
     step: StepTime
     lanes: Simulated | None
@@ -120,7 +122,7 @@ LANE_WORDS = {"cpu": "the CPU", "copy": "PCIe", "gpu": "the GPU"}
 def lane_notes(plan: Plan) -> list[str]:
     """Notes on where the best format's experts run, what limits them, and how much GPU memory they take."""
     best = plan.best() or next((each for each in plan.formats if each.format == plan.wished), plan.formats[0])
-    notes = [*_ranks_notes(plan, best), *_order_notes(plan, best)]
+    notes = [*_ranks_notes(plan, best), *_order_notes(plan, best), *_dense_notes(plan, best)]
     if (lanes := best.lanes) is None:
         return notes
     shares: dict[str, str] = {where: f"{share:.0%}" for where, share in lanes.shares.items()}
@@ -140,7 +142,27 @@ def _order_notes(plan: Plan, best: FormatPlan) -> list[str]:
     """How many of several micro-batches go through the layers together."""
     if (count := plan.work.accumulation) == 1:
         return []
-    return [f"{best.together} of a step's {count} micro-batches go through each layer together (docs/guide/step.md)"]
+    return [
+        f"{best.work.together} of a step's {count} micro-batches go through each layer together (docs/guide/step.md)"
+    ]
+
+
+def _dense_notes(plan: Plan, best: FormatPlan) -> list[str]:
+    """Where the weights outside the experts and the waiting activations lie, and what that costs."""
+    if plan.machine.gpu is None or best.lanes is None:
+        return []
+    work, ram, step = best.work, best.footprint.ram, best.step
+    notes = []
+    if work.dense != PLAIN_ON_GPU:
+        costs = [f"{step.decoding:.2g} s a step to decode them"] if step.decoding else []
+        if work.dense.placement == HOST:
+            costs.append(f"{step.copying:.2g} s a step of copies to the GPU, which go on beside its work")
+            costs.append(f"{readable(ram['other weights'])} of memory")
+        notes.append(f"weights outside the experts are {work.dense}: {', '.join(costs)}")
+    if work.away:
+        size = readable(ram["activations that wait"])
+        notes.append(f"activations that wait for backward do so in host memory ({size}), but for three layers'")
+    return notes
 
 
 def _ranks_notes(plan: Plan, best: FormatPlan) -> list[str]:
@@ -216,7 +238,10 @@ def _format_json(plan: FormatPlan) -> dict[str, Any]:
     need = plan.footprint
     return {
         "format": plan.format,
-        "micro_batches_together": plan.together,
+        "micro_batches_together": plan.work.together,
+        "dense_format": plan.work.dense.format,
+        "dense_placement": plan.work.dense.placement,
+        "activations_away": plan.work.away,
         "fits": plan.fits,
         "tight": plan.tight,
         "lacking": list(plan.lacking),

@@ -11,21 +11,15 @@ import torch
 
 from ktft import native
 from ktft.adapters.reach import linear_names
-from ktft.config import EXPERT_FORMATS, PROJECTIONS, SHARED_OUTER
+from ktft.config import EXPERT_FORMATS, PROJECTIONS, SHARED_OUTER, Settings
 from ktft.device import accelerator
 from ktft.lora import NOT_SHARED
-from ktft.model.memory import (
-    FP32,
-    Adapter,
-    Footprint,
-    Workload,
-    footprint,
-    resident_bytes,
-    spare_bytes,
-    waiting_bytes,
-)
+from ktft.model.dense_memory import dense_tiers
+from ktft.model.fit import Room, fit
+from ktft.model.memory import Footprint, resident_bytes
 from ktft.model.shape import MoeShape
 from ktft.model.shortage import by_cause, largest_cause, shortage
+from ktft.model.workload import Adapter, Workload
 from ktft.plan import rates
 from ktft.plan.backbone import Untimed, timed_layers
 from ktft.plan.description import ALONE, GPUS, Machine, Together, gpu_of_size
@@ -117,75 +111,64 @@ class Planner:
         fits = any(each.fits for each in formats)
         changes = () if fits else tuple(self._changes())
         told = Plan(
-            self.source, self.machine, self.recipe, self.work, formats, changes, (*notes, *self._notes), self.together
+            self.source,
+            replace(self.machine, gpu=self.machine.gpu and self.machine.gpu.capped(self.recipe.settings)),
+            self.recipe,
+            self.work,
+            formats,
+            changes,
+            (*notes, *self._notes),
+            self.together,
         )
         return replace(told, notes=(*told.notes, *lane_notes(told), *self._faster(told.best())))
 
-    def _formats(self, machine: Machine, recipe: Recipe) -> tuple[FormatPlan, ...]:
-        if recipe.use_cpu:
-            machine = replace(machine, gpu=None)
-        work = self._workload(recipe)
-        return tuple(self._format(name, machine, work) for name in self.formats)
+    def format_plan(self, name: str, machine: Machine) -> FormatPlan:
+        """One expert format alone, on a machine that differs from the planner's in memory and GPU only."""
+        (one,) = self._formats(machine, self.recipe, (name,))
+        return one
 
-    def _format(self, name: str, machine: Machine, work: Workload) -> FormatPlan:
-        shape, rate, lanes = self.source.shape, self._experts[name], None
+    def _formats(self, machine: Machine, recipe: Recipe, names: tuple[str, ...] = ()) -> tuple[FormatPlan, ...]:
+        machine, work = _usable(machine, recipe), self._workload(recipe)
+        return tuple(self._format(name, machine, work, recipe.settings) for name in names or self.formats)
+
+    def _format(self, name: str, machine: Machine, work: Workload, settings: Settings) -> FormatPlan:
+        shape, rate, gpu, lanes = self.source.shape, self._experts[name], machine.gpu, None
         alike = replace(work, checkpointing=self.work.checkpointing) == self.work
-        as_timed = machine.gpu == self.machine.gpu and alike
+        as_timed = gpu == _usable(self.machine, self.recipe).gpu and alike
         others = self._others if as_timed else replace(self._others, layers=None)
-        need = footprint(shape, work, name, threads=machine.threads, nodes=machine.nodes, gpu=machine.gpu is not None)
-        work, need = self._grouped(work, machine, need)
-        room = [(need.ram_bytes, machine.ram_bytes)]
-        if machine.gpu is not None:
-            room.append((need.vram_bytes, machine.gpu.memory_bytes))
-            free = machine.gpu.memory_bytes - need.vram_bytes
+        room = Room(gpu.memory_bytes if gpu else None, machine.ram_bytes, machine.threads, machine.nodes)
+        tiers = dense_tiers(settings, self.source.dense_format)
+        fitted = fit(shape, work, name, room, tiers, settings.micro_batches_together)
+        work, need = fitted.work, fitted.need
+        sizes = [(need.ram_bytes, machine.ram_bytes)]
+        if gpu is not None:
+            sizes.append((need.vram_bytes, gpu.memory_bytes))
+            free = gpu.memory_bytes - need.vram_bytes
             resident = resident_bytes(work.gpu_expert_memory, sum(need.packed), free, need.vram_bytes)
             need = replace(need, vram=need.vram | {"resident experts": resident})
             lanes = simulated_lanes(shape, work, machine, rate, others, name, resident, self.routing)
         step = step_time(shape, work, machine, rate, others, sum(need.packed), lanes)
-        loading = load_seconds(self.source, machine, rate)
-        lacking = []
-        if need.ram_bytes > machine.ram_bytes:
-            words = shortage(f"training with {name} experts", need.ram_bytes, machine.ram_bytes)
-            lacking.append(f"{words}; {largest_cause(by_cause(need.ram))}")
-        for node, (packed, size) in enumerate(zip(need.packed, machine.node_bytes, strict=True)):
-            if packed > size and not lacking:
-                lacking.append(shortage(f"NUMA node {node}'s slice of {name} experts", packed, size))
-        if machine.gpu is not None and need.vram_bytes > machine.gpu.memory_bytes:
-            words = shortage("what runs on the GPU", need.vram_bytes, machine.gpu.memory_bytes, of="GPU memory")
-            lacking.append(f"{words}; {largest_cause(by_cause(need.vram))}")
         return FormatPlan(
             format=name,
+            work=work,
             footprint=need,
-            together=work.together,
-            load_seconds=loading,
+            load_seconds=load_seconds(self.source, machine, rate),
             step=step,
             lanes=lanes,
             tokens_per_second=work.accumulation * work.expert_tokens / step.total,
-            lacking=tuple(lacking),
-            tight=any(needed > TIGHT * there for needed, there in room),
+            lacking=tuple(_lacking(name, need, machine)),
+            tight=any(needed > TIGHT * there for needed, there in sizes),
         )
 
-    def _grouped(self, work: Workload, machine: Machine, need: Footprint) -> tuple[Workload, Footprint]:
-        """The micro-batches that go through the layers together, as many as training would take, and their memory."""
-        shape, asked = self.source.shape, self.recipe.settings.micro_batches_together
-        value = FP32 if work.mixed else work.weight_bytes
-        each = work.tokens * waiting_bytes(shape.hidden_size, shape.layers, value, work.checkpointing)
-        if (gpu := machine.gpu) is not None:
-            room = gpu.memory_bytes - need.vram_bytes - spare_bytes(need.vram_bytes)
-        else:
-            room = (machine.ram_bytes - need.ram_bytes) // 2
-        count = min(max(1 + room // each, 1) if asked == "auto" else int(asked), work.accumulation)
-        more = {"micro-batches together": (count - 1) * each} if count > 1 else {}
-        need = replace(need, vram=need.vram | more) if gpu is not None else replace(need, ram=need.ram | more)
-        return replace(work, together=count), need
-
     def _faster(self, best: FormatPlan | None) -> Iterator[str]:
-        """Suggest turning off gradient checkpointing, which runs attention's forward twice, if the GPU has room."""
+        """Suggest turning off gradient checkpointing, which runs attention's forward twice, if the GPU has room and the
+        step is faster without: layers are recorded only with it.
+        """
         if best is None or best.lanes is None or not self.work.checkpointing:
             return
-        work = self._workload(replace(self.recipe, disable_gradient_checkpointing=True))
-        other = self._format(best.format, self.machine, work)
-        if other.fits and not other.tight:
+        recipe = replace(self.recipe, disable_gradient_checkpointing=True)
+        (other,) = self._formats(self.machine, recipe, (best.format,))
+        if other.fits and not other.tight and other.tokens_per_second > best.tokens_per_second:
             room = readable(other.footprint.vram_bytes)
             yield f"disable_gradient_checkpointing: true fits too, in {room} of GPU memory, at about {cost_of(other)}"
 
@@ -229,6 +212,13 @@ class Planner:
         if recipe.settings.gpu_expert_memory:
             settings = replace(recipe.settings, placement="auto", gpu_expert_memory=0)
             yield [("kt_config.gpu_expert_memory: 0 with placement: auto", replace(recipe, settings=settings))]
+        if recipe.settings.dense_format is not None or recipe.settings.dense_placement != "auto":
+            settings = replace(recipe.settings, dense_format=None, dense_placement="auto")
+            words = "no kt_config.dense_format and no dense_placement, so that they are chosen"
+            yield [(words, replace(recipe, settings=settings))]
+        if recipe.settings.gpu_memory is not None:
+            settings = replace(recipe.settings, gpu_memory=None)
+            yield [("no kt_config.gpu_memory", replace(recipe, settings=settings))]
         if recipe.per_device_train_batch_size > 1:
             yield [self._one_by_one()]
         lengths = takewhile(lambda n: n >= _LEAST_CUTOFF, (recipe.cutoff_len >> n for n in count(1)))
@@ -253,12 +243,13 @@ class Planner:
         return f"per_device_train_batch_size: 1 with gradient_accumulation_steps: {sequences}", small
 
     def _machines(self) -> Iterator[list[tuple[str, Machine]]]:
-        if self.machine.gpu is not None:
+        if self.machine.gpu == _usable(self.machine, self.recipe).gpu:  # gpu_memory would cap a larger one too
             yield list(self._larger_gpus(self.machine))
         yield list(self._larger_ram(self.machine))
 
     def _larger_gpus(self, machine: Machine) -> Iterator[tuple[str, Machine]]:
-        assert machine.gpu is not None
+        if machine.gpu is None:
+            return
         for size in GPUS:
             gpu = gpu_of_size(size * GIB)
             if gpu.memory_bytes > machine.gpu.memory_bytes:
@@ -279,3 +270,24 @@ class Planner:
             for gpu_words, both in self._larger_gpus(larger)
         )
         return self._sufficient([tried])
+
+
+def _usable(machine: Machine, recipe: Recipe) -> Machine:
+    """What of a machine the recipe lets training use."""
+    gpu = None if recipe.use_cpu or machine.gpu is None else machine.gpu.capped(recipe.settings)
+    return replace(machine, gpu=gpu)
+
+
+def _lacking(name: str, need: Footprint, machine: Machine) -> Iterator[str]:
+    """A message for each shortage of memory."""
+    short = need.ram_bytes > machine.ram_bytes
+    if short:
+        words = shortage(f"training with {name} experts", need.ram_bytes, machine.ram_bytes)
+        yield f"{words}; {largest_cause(by_cause(need.ram))}"
+    for node, (packed, size) in enumerate(zip(need.packed, machine.node_bytes, strict=True)):
+        if packed > size and not short:
+            short = True
+            yield shortage(f"NUMA node {node}'s slice of {name} experts", packed, size)
+    if machine.gpu is not None and need.vram_bytes > machine.gpu.memory_bytes:
+        words = shortage("what runs on the GPU", need.vram_bytes, machine.gpu.memory_bytes, of="GPU memory")
+        yield f"{words}; {largest_cause(by_cause(need.vram))}"

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from ktft import native
 from ktft.formats import FORMAT_TRAITS
 from ktft.lora import ExpertLora, LoraPair
-from ktft.model.memory import Adapter, Workload, active_experts
+from ktft.model.memory import active_experts
 from ktft.model.shape import ModelShape, MoeShape
+from ktft.model.workload import Adapter, Workload
 from ktft.plan.description import Machine
 from ktft.swiglu import RELU2, SILU
 

@@ -17,6 +17,7 @@ from ktft.checkpoint.gguf_source import GgufReader, gguf_plan
 from ktft.checkpoint.reader import BITS, CONFIG_NAME, INDEX_NAME, SINGLE_NAME, CheckpointReader
 from ktft.checkpoint.schemes import PLAIN_SCHEME, Scheme, scheme_of
 from ktft.config import DEFAULT_EXPERT_FORMAT, Settings
+from ktft.model.dense_memory import released_format
 from ktft.model.experts import experts_family
 from ktft.model.shape import ModelShape, MoeShape, shape_of
 from ktft.sources import is_gguf
@@ -38,6 +39,7 @@ class ModelSource:
         scheme: the checkpoint's quantization, or None for plain weights.
         expert_format: the format of experts that `ktft convert` packed, or None for a checkpoint as released.
         default_format: the format of experts if none is asked for.
+        dense_format: the format that keeps the checkpoint's other weights exactly, beside the model's own dtype.
         shard: a file on which the disk's rate can be measured.
     """
 
@@ -51,6 +53,7 @@ class ModelSource:
     scheme: str | None
     expert_format: str | None
     default_format: str
+    dense_format: str | None
     shard: Path | None
 
 
@@ -105,6 +108,7 @@ def read_source(path: Path, settings: Settings, name: str | None = None, ranks: 
         scheme=None if scheme is PLAIN_SCHEME else scheme.name,
         expert_format=expert_format,
         default_format=DEFAULT_EXPERT_FORMAT if gguf is None else gguf.expert_format,
+        dense_format=released_format(scheme),
         shard=None if reader is None else max(reader.files, key=lambda each: each.stat().st_size),
     )
 

@@ -9,17 +9,28 @@ from ktft import native
 from ktft.lanes.decide.costs import LayerKind
 from ktft.lanes.decide.simulate import Around, Hardware, Simulated, joined, simulate
 from ktft.lanes.terms import PASSES, Work
-from ktft.model.memory import BF16, FP32, Workload, active_experts, lane_chunk
+from ktft.model.dense_memory import DenseMemory, dense_memory
+from ktft.model.memory import active_experts, lane_chunk, loss_chunks
 from ktft.model.shape import ModelShape
+from ktft.model.workload import BF16, FP32, Workload
 from ktft.plan.description import LINK_RATE, Machine
 from ktft.plan.rates import ExpertRate, LayerRate, OtherRates, TorchRate, expert_flops
 from ktft.plan.source import ModelSource
 
 # Of the GPU's FLOP/s that layers of a transformer reach in practice.
 GPU_SHARE = 0.5
-# Python and kernel launches of one decoder layer without its experts, and of its experts: forward, and backward.
+# Python and kernel launches of one decoder layer without its experts, forward and backward: the least that it takes.
 LAYER_SECONDS = (0.002, 0.0035)
+# Where the layer is recorded, what its many small kernels take beside its products, however few the tokens.
+RECORDED_SECONDS = (0.0006, 0.0012)
+# Python and kernel launches of a layer's experts, in several lanes, and where they are recorded: all on the GPU.
 EXPERTS_SECONDS = (0.003, 0.003)
+STEADY_SECONDS = (0.0006, 0.0012)
+# Of the GPU's memory rate, the rate at which packed weights are decoded, counted in bytes of bf16: 1.5 of 4.8 TB/s.
+DECODE_SHARE = 0.31
+HEAD_DECODES = (
+    3  # of the output layer for a part of the logits: for the loss, and for its gradient forward and backward
+)
 STEP_SECONDS = 0.01  # Trainer and data loader
 ATTENTION_SHARES = {"cpu": 0.3, "gpu": 0.7}  # of the linear layers' rate that attention's products reach
 # An optimizer step moves 40 bytes for each fp32 LoRA parameter: gradient norm 4, clipping 8, Adam 28. It takes as long
@@ -31,11 +42,19 @@ LOAD_MARGIN = 1.15  # over the slower of reading and packing
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, by what takes them."""
+    """Seconds of one optimizer step, by what takes them. Of an optimizer that goes on behind the next step's forward
+    only what is left after that counts.
+
+    Attributes:
+        decoding: of `other`, what decoding the weights outside the experts takes.
+        copying: the copies of these weights to the GPU, which go on beside other work.
+    """
 
     experts: float
     other: float
     optimizer: float
+    decoding: float = 0.0
+    copying: float = 0.0
 
     @property
     def total(self) -> float:
@@ -50,13 +69,34 @@ def step_time(
     """One optimizer step: `work.accumulation` forward and backward passes, and the optimizer. `lanes`: what the experts
     add to one pass of the micro-batches that go together, beside a GPU.
     """
-    passes, between = work.accumulation, sum(_between(shape, work, machine, others).values())
+    passes, between, dense = work.accumulation, _between(shape, work, machine, others), _dense(shape, work)
+    head = dense.head * HEAD_DECODES * loss_chunks(shape, work)
+    around = _around(shape, work, machine, others.torch) + _decode_seconds(head, machine)
     trained = work.on_experts() if machine.gpu else work.adapters
+    optimizer = sum(a.parameters for a in trained) * OPTIMIZER_BYTES / machine.bandwidth
+    if lanes and work.deferred and work.ranks == 1:
+        optimizer = max(optimizer - lanes.forward - work.group * between[Work.FORWARD], 0.0)
     return StepTime(
         experts=work.groups * (lanes.total if lanes else _experts(shape, work, machine, rate, packed_bytes)),
-        other=passes * (between + _around(shape, work, machine, others.torch)) + STEP_SECONDS,
-        optimizer=sum(a.parameters for a in trained) * OPTIMIZER_BYTES / machine.bandwidth,
+        other=passes * (sum(between.values()) + around) + STEP_SECONDS,
+        optimizer=optimizer,
+        decoding=passes * _decode_seconds(dense.decoded * (3 if work.checkpointing else 2) + head, machine),
+        copying=work.groups * len(PASSES) * _crossing_seconds(shape, work, machine),
     )
+
+
+def _dense(shape: ModelShape, work: Workload) -> DenseMemory:
+    return dense_memory(shape, work.dense, work.weight_bytes, recorded=work.recorded)
+
+
+def _decode_seconds(decoded: int, machine: Machine) -> float:
+    """Decoding packed weights outside the experts that are so many bytes then."""
+    return decoded / (machine.gpu.bandwidth * DECODE_SHARE) if machine.gpu else 0.0
+
+
+def _crossing_seconds(shape: ModelShape, work: Workload, machine: Machine) -> float:
+    """Copying the weights outside the experts to the GPU, once for a pass of the micro-batches that go together."""
+    return _dense(shape, work).crossing / machine.gpu.pcie_rate if machine.gpu else 0.0
 
 
 def _between(shape: ModelShape, work: Workload, machine: Machine, rates: OtherRates) -> dict[Work, float]:
@@ -64,10 +104,11 @@ def _between(shape: ModelShape, work: Workload, machine: Machine, rates: OtherRa
     backward's.
     """
     layers = rates.layers or _layers(shape, work, machine, rates.torch)
-    sent, again = 2 * exchange_seconds(shape, work, machine), 1 if work.checkpointing else 0
+    added, again = 2 * exchange_seconds(shape, work, machine), 1 if work.checkpointing else 0
+    added += _decode_seconds(_dense(shape, work).decoded, machine)
     return {
-        Work.FORWARD: layers.forward + sent,
-        Work.BACKWARD: layers.backward + sent + again * (layers.forward + sent),
+        Work.FORWARD: layers.forward + added,
+        Work.BACKWARD: layers.backward + added + again * (layers.forward + added),
     }
 
 
@@ -112,27 +153,31 @@ def simulated_lanes(
     )
     every = sum(kind.expert_bytes * layers for (kind, _), layers in kinds.items())  # of one expert a layer
     between = {
-        each: work.together * seconds / shape.layers for each, seconds in _between(shape, work, machine, others).items()
+        each: work.group * seconds / shape.layers for each, seconds in _between(shape, work, machine, others).items()
     }
     launches = dict(zip(PASSES, EXPERTS_SECONDS, strict=True))
+    steady = dict(zip(PASSES, STEADY_SECONDS if work.recorded else EXPERTS_SECONDS, strict=True))
+    crossing = _crossing_seconds(shape, work, machine) / shape.layers
+    waiting = work.group * work.tokens * shape.hidden_size * (work.weight_bytes + BF16) if work.away else 0
+    beside = {Work.FORWARD: crossing, Work.BACKWARD: crossing + waiting / gpu.pcie_rate}
     return joined(
         simulate(
             kind,
             hardware.rates(kind, retained=retained),
-            work.together * work.expert_tokens,
+            round(work.group * work.expert_tokens),
             layers=layers,
             mode=work.placement,
             residents=resident // every,
             routing=routing,
             retained=retained,
-            around=Around(between, launches, ahead),
+            around=Around(between, launches, steady, beside, ahead),
         )
         for (kind, ahead), layers in kinds.items()
     )
 
 
 def _experts(shape: ModelShape, work: Workload, machine: Machine, rate: ExpertRate, packed_bytes: int) -> float:
-    total, tokens = 0.0, work.together * work.expert_tokens
+    total, tokens = 0.0, round(work.group * work.expert_tokens)
     forwards = 2 if work.checkpointing else 1
     for moe in shape.moe.values():
         flops = expert_flops(moe, tokens)
@@ -147,15 +192,20 @@ def _experts(shape: ModelShape, work: Workload, machine: Machine, rate: ExpertRa
 def _layers(shape: ModelShape, work: Workload, machine: Machine, rate: TorchRate) -> LayerRate:
     """Attention, shared experts, dense layers, and LoRA on them."""
     tokens, gpu = work.tokens, machine.gpu
-    inside = sum(linear.in_features * linear.out_features for linear in shape.linears if linear.layer is not None)
+    inside = sum(linear.parameters for linear in shape.linears if linear.layer is not None)
     share = ATTENTION_SHARES["gpu" if gpu else "cpu"]
     attention = shape.layers * work.sequence * shape.heads * (shape.qk_dim + shape.v_dim) / 2 / share
     flops = gpu.flops * GPU_SHARE if gpu else rate.forward, gpu.flops * GPU_SHARE if gpu else rate.backward
     forward, backward = (2.0 * tokens * (inside + each * attention) / flops[each - 1] for each in (1, 2))
-    launches = [shape.layers * each for each in LAYER_SECONDS]
-    if gpu:  # the host starts work that the GPU does later
+    if gpu:
         adapters = sum(a.in_features * a.out_features for a in work.elsewhere()) * 2 / gpu.bandwidth
-        return LayerRate(max(launches[0], forward + adapters), max(launches[1], backward + adapters))
+        forward, backward = forward + adapters, backward + adapters
+        if work.recorded:
+            first, second = (shape.layers * each for each in RECORDED_SECONDS)
+            return LayerRate(first + forward, second + backward)
+        first, second = (shape.layers * each for each in LAYER_SECONDS)
+        return LayerRate(max(first, forward), max(second, backward))  # the host starts work that the GPU does later
+    launches = [shape.layers * each for each in LAYER_SECONDS]
     forward, backward = forward + launches[0], backward + launches[1]
     features = sum(a.in_features + a.out_features for a in work.elsewhere())
     elementwise = shape.layers * shape.hidden_size * 20 * FP32 / machine.bandwidth  # norms, residuals, activations
@@ -165,7 +215,7 @@ def _layers(shape: ModelShape, work: Workload, machine: Machine, rate: TorchRate
 
 def _around(shape: ModelShape, work: Workload, machine: Machine, rate: TorchRate) -> float:
     """The output layer and the loss, forward and backward."""
-    outside = sum(linear.in_features * linear.out_features for linear in shape.linears if linear.layer is None)
+    outside = sum(linear.parameters for linear in shape.linears if linear.layer is None)
     logits = work.tokens * shape.vocab_size
     if gpu := machine.gpu:
         return 4.0 * work.tokens * outside / (gpu.flops * GPU_SHARE) + logits * 40 / gpu.bandwidth

@@ -37,11 +37,13 @@ from ktft.device import ACCELERATORS, accelerator
 from ktft.hosts.llamafactory import PATCHES
 from ktft.kt_keys import TOP_LEVEL_KEYS, parse_kt_config
 from ktft.model.experts import find_experts
+from ktft.model.fit import Room
 from ktft.model.quantizer import check_flash_attention, configure
 from ktft.ranks.launch import Launch
+from ktft.system import available_memory
 from ktft.train.checkpoints import hold
 from ktft.train.muon import take_stacked
-from ktft.train.recipe import Recipe, check_names, kt_mapping, recipe_of_arguments, training_reserve
+from ktft.train.recipe import Recipe, check_names, kt_mapping, recipe_of_arguments, training_fit, training_reserve
 from ktft.train.report import logger
 from ktft.train.trainer import check_arguments, check_launch
 from ktft.versions import FACTORY, require_stack
@@ -366,9 +368,10 @@ def _reserve(config: Any, model_args: Any, settings: Settings) -> int | dict[str
     recipe = getattr(model_args, _RECIPE, None)
     if recipe is None:
         return 0
-    runtime = native.runtime_of(settings)
-    on_gpu = not recipe.use_cpu and accelerator() is not None
-    return training_reserve(config, recipe, threads=runtime.threads, nodes=runtime.nodes, gpu=on_gpu)
+    runtime, gpu = native.runtime_of(settings), None if recipe.use_cpu else accelerator()
+    free = gpu.free_bytes() if gpu is not None else None
+    room = Room(free[0] if free else None, available_memory(), runtime.threads, runtime.nodes)
+    return training_reserve(training_fit(config, recipe, room).need, gpu=gpu is not None)
 
 
 def find_all_linear_modules(original: Callable[..., list[str]], model: Any, *args: Any, **kwargs: Any) -> list[str]:

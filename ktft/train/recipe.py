@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,19 @@ from transformers import PreTrainedConfig
 from ktft.adapters.reach import linear_names, planned_reach
 from ktft.checkpoint.hub import require_found
 from ktft.config import DEFAULT_EXPERT_FORMAT, Settings, emulate_gpu, other_hub
+from ktft.dense.formats import PLAIN
 from ktft.kt_keys import TOP_LEVEL_KEYS, parse_kt_config
-from ktft.model.memory import BF16, FP32, Adapter, Workload, expert_adapters, footprint
+from ktft.model.dense_memory import GPU, DenseChoice, dense_tiers, loaded_choice
+from ktft.model.fit import Fit, Room, fit
+from ktft.model.memory import Footprint
 from ktft.model.shape import ModelShape, shape_of
 from ktft.model.shortage import PACKED, WEIGHTS, by_cause
+from ktft.model.workload import BF16, FP32, Adapter, Workload, expert_adapters
 
 # Sequences that a stage runs together for each row of the batch: chosen and rejected, or a row and its KL pair.
 SEQUENCES = {"pt": 1, "sft": 1, "rm": 2, "dpo": 2, "kto": 2}
+CHUNKED_STAGES = ("pt", "sft")
+"""Stages whose loss needs the logits of some tokens at a time; others compare those of whole sequences."""
 # Moments per parameter, in the parameter's precision. The first row whose key begins the optimizer's name counts.
 OPTIMIZER_STATES = {
     "adamw_8bit": 0.5,
@@ -85,6 +91,9 @@ class Recipe:
             states=next(n for name, n in OPTIMIZER_STATES.items() if self.optim.startswith(name)),
             weight_bytes=weight_bytes,
             mixed=(self.bf16 or self.fp16) and not self.pure_bf16,
+            chunked_loss=self.stage in CHUNKED_STAGES,
+            cuda_graphs=self.settings.cuda_graphs,
+            deferred=self.optim.startswith("adamw_torch"),
         )
 
     def adapters(self, shape: ModelShape, model: nn.Module) -> tuple[Adapter, ...]:
@@ -187,12 +196,60 @@ def weight_bytes_of(config: PreTrainedConfig) -> int:
     return FP32 if getattr(config, "dtype", None) in (torch.float32, "float32") else BF16
 
 
-def training_reserve(
-    config: PreTrainedConfig, recipe: Recipe, *, threads: int, nodes: int, gpu: bool
-) -> dict[str, int]:
-    """RAM that training needs in addition to the model, by cause: LoRA, gradients, moments and activations."""
-    shape, model = shape_of(config)
-    work = recipe.workload(recipe.adapters(shape, model), weight_bytes_of(config))
-    # The memory of the weights is left out below, so the experts' format does not matter.
-    need = footprint(shape, work, DEFAULT_EXPERT_FORMAT, threads=threads, nodes=nodes, gpu=gpu)
-    return {cause: size for cause, size in by_cause(need.ram).items() if cause not in (PACKED, WEIGHTS)}
+def training_fit(
+    config: PreTrainedConfig, recipe: Recipe, room: Room, *, released: str | None = None, ranks: int = 1
+) -> Fit:
+    """How a training fits in a machine's memory, known before the model is loaded.
+
+    `fit.work.dense` is the choice of `dense_format` and `dense_placement` that the recipe leaves open, `fit.work.away`
+    whether activations wait in host memory, `fit.work.together` how many micro-batches go together.
+
+    Args:
+        config: the model's; its `quantization_config` may be gone.
+        room: its `gpu_bytes` is None without a GPU; `kt_config.gpu_memory` caps it.
+        released: as in `ktft.model.dense_memory.dense_tiers`.
+        ranks: how many processes share the experts.
+    """
+    settings = recipe.settings
+    shape, model = shape_of(config, ranks=ranks)
+    work = replace(recipe.workload(recipe.adapters(shape, model), weight_bytes_of(config)), ranks=ranks)
+    if room.gpu_bytes is not None:
+        room = replace(room, gpu_bytes=settings.capped(room.gpu_bytes))
+    expert_format = settings.expert_format or DEFAULT_EXPERT_FORMAT
+    tiers = dense_tiers(settings, released)
+    return fit(shape, work, expert_format, room, tiers, settings.micro_batches_together)
+
+
+def dense_choice(
+    config: PreTrainedConfig,
+    settings: Settings,
+    recipe: Recipe | None,
+    room: Room,
+    *,
+    released: str | None = None,
+    ranks: int = 1,
+) -> DenseChoice:
+    """The format and placement of the weights outside the experts, where the settings leave them open.
+
+    Args:
+        settings: those of the recipe, if there is one.
+        recipe: None if the model is loaded for an unknown purpose: then its weights and 25% more must fit on the GPU.
+        room, released, ranks: as in `training_fit`.
+    """
+    if recipe is not None:
+        return training_fit(config, recipe, room, released=released, ranks=ranks).work.dense
+    if room.gpu_bytes is None:
+        return DenseChoice(settings.dense_format or PLAIN, GPU)
+    shape, _ = shape_of(config)
+    return loaded_choice(shape, settings, released, weight_bytes_of(config), room.gpu_bytes)
+
+
+def training_reserve(need: Footprint, *, gpu: bool) -> dict[str, int]:
+    """RAM that training needs in addition to what loading counts, by cause: LoRA, gradients, moments and activations,
+    and beside a GPU the weights outside the experts that are in host memory.
+
+    Args:
+        need: of a `Fit` that `training_fit` returned.
+    """
+    counted = (PACKED,) if gpu else (PACKED, WEIGHTS)
+    return {cause: size for cause, size in by_cause(need.ram).items() if cause not in counted}

@@ -65,15 +65,20 @@ class Around:
     Attributes:
         between: seconds from a layer's experts to those of the next, by pass. Copies go on in them.
         launches: the least seconds that experts add, by pass: the host takes as long to start their work.
+        steady: the same where all of them run on the GPU.
+        beside: seconds of a layer in which PCIe copies other things to the GPU, by pass.
         ahead: how many experts the buffers hold that were copied before their layer's turn.
     """
 
     between: Mapping[Work, float]
     launches: Mapping[Work, float]
+    steady: Mapping[Work, float]
+    beside: Mapping[Work, float]
     ahead: int = 0
 
 
-_ALONE = Around(dict.fromkeys(PASSES, 0.0), dict.fromkeys(PASSES, 0.0))
+_NONE = dict.fromkeys(PASSES, 0.0)
+_ALONE = Around(_NONE, _NONE, _NONE, _NONE)
 
 
 @dataclass(frozen=True)
@@ -177,8 +182,11 @@ def simulate(
                     else placer.decide(counts, resident, work, coming=coming)
                 )
             slowest = placed.slowest
-            adds = max(placed.seconds[slowest], around.launches[work]) * layers / draws
+            least = around.launches if placed.experts(Where.CPU) else around.steady
+            late = max(around.beside[work] - around.between[work], 0.0)
+            adds = (max(placed.seconds[slowest], least[work]) + late) * layers / draws
             seconds[work] += adds
+            busy[Lane.COPY] += around.beside[work] * layers / draws
             limiting[slowest] += adds
             for lane, worked in placer.again(placed, counts, work).seconds.items():
                 busy[lane] += worked * layers / draws
@@ -191,7 +199,8 @@ def _coming(placer: Placer, before: Placement, work: Work, around: Around) -> Co
     """The experts that were copied ahead of a layer's turn."""
     cost = costs(placer.kind, placer.rates, work).copy
     experts = sorted(before.ahead)[: around.ahead]
-    return Coming(experts, min(around.between[work] / (cost.expert - cost.resident), len(experts)))
+    idle = max(around.between[work] - around.beside[work], 0.0)
+    return Coming(experts, min(idle / (cost.expert - cost.resident), len(experts)))
 
 
 def joined(parts: Iterable[Simulated]) -> Simulated:
