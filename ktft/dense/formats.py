@@ -26,6 +26,13 @@ def stays(out_features: int, num_experts: int) -> bool:
     return out_features in (1, num_experts)
 
 
+def head_format(format: str) -> str:
+    """The format of the output layer. No model is released with it in FP8, so `fp8`, which keeps what is released,
+    leaves it as it is.
+    """
+    return PLAIN if format == "fp8" else format
+
+
 def layout(format: str, out_features: int, in_features: int) -> tuple[PackedMatrix, int]:
     """Where a matrix `[out_features, in_features]` lies in its bytes, and how many there are. Not for `bf16`."""
     form = PACKED_FORMATS[format]

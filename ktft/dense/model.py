@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ktft.checkpoint.encoded import Encoded
-from ktft.dense.formats import PLAIN, may_pack, stays
+from ktft.dense.formats import PLAIN, head_format, may_pack, stays
 from ktft.dense.linear import PackedLinear
 from ktft.dense.stream import DenseStream
 from ktft.native.dense import pack_dense
@@ -25,7 +25,7 @@ class DenseWeights:
     Args:
         model: on the meta device.
         layers: for each decoder layer the names of its linear layers that may be packed.
-        others: further names; these weights are always on the device of the products.
+        others: names of output layers; these weights are always on the device of the products.
         format: one of `DENSE_FORMATS`.
         on_host: whether the weights of decoder layers stay in host memory.
         runtime: packs them.
@@ -51,7 +51,7 @@ class DenseWeights:
             if found and on_host:
                 self._layers.append(found)
         for name in others:
-            if _changes(model, name, format):
+            if _changes(model, name, head_format(format)):
                 self._replace(model, name, format)
         self._hosted = {id(module) for layer in self._layers for module in layer}
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedModel
 
+from ktft.checkpoint.schemes import PLAIN_SCHEME, Fp8
 from ktft.config import Settings
 from ktft.dense.formats import PLAIN
 from ktft.dense.model import DenseWeights, linears
@@ -20,7 +21,8 @@ def dense_weights(
     """Replace the linear layers that `dense_format` and `dense_placement` are about; None if they stay as they are.
 
     These are the ones of the decoder layers, and the output layer unless it shares its weight with the embeddings. A
-    weight that transformers computes from several tensors of the checkpoint stays too.
+    weight that transformers computes from several tensors of the checkpoint stays too, and with `fp8` a weight that a
+    checkpoint in FP8 has in another form.
 
     Args:
         model: on the meta device; experts: its routed experts, by name.
@@ -32,8 +34,14 @@ def dense_weights(
         name.rpartition(".")[0]: module.layer.held.num_experts + module.layer.held.zero
         for name, module in experts.items()
     }
+
+    def may_change(name: str) -> bool:
+        stored = backbone.stored(f"{name}.weight")
+        as_released = format == "fp8" and isinstance(backbone.checkpoint.scheme, Fp8)
+        return stored is not None and not (as_released and stored[0] is PLAIN_SCHEME and not on_host)
+
     layers = [
-        [each for each in linears(layer, f"{name}.{number}", routed) if backbone.stored(f"{each}.weight") is not None]
+        [each for each in linears(layer, f"{name}.{number}", routed) if may_change(each)]
         for name in decoder_lists(model)
         for number, layer in model.get_submodule(name).named_children()
     ]

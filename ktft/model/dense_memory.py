@@ -8,7 +8,7 @@ from itertools import product
 
 from ktft.checkpoint.schemes import Fp8, Scheme
 from ktft.config import DENSE_PLACEMENTS, Settings
-from ktft.dense.formats import PLAIN, dense_bytes, may_pack
+from ktft.dense.formats import PLAIN, dense_bytes, head_format, may_pack
 from ktft.dense.stream import SLOTS
 from ktft.lanes.decide.costs import BF16
 from ktft.model.shape import ModelShape
@@ -18,7 +18,7 @@ _, GPU, HOST = DENSE_PLACEMENTS
 COARSE = ("int8", "k4")
 """Formats that round what is released, the finer one first."""
 RECORDED_COPIES = 3
-"""Further copies of a layer's weights there, which recorded layers read: one a kind of layer, at most so many."""
+"""Further copies of a layer's weights there, which recorded layers read: one a kind of layer, mostly no more."""
 WEIGHTS_SHARE = 0.8
 """Of the GPU's memory the weights may take if nothing is known of what the model is loaded for: 25% more must fit."""
 
@@ -69,23 +69,29 @@ def dense_memory(shape: ModelShape, choice: DenseChoice, value_bytes: int, *, re
     rest = (shape.other_parameters - sum(linear.parameters for linear in packed)) * value_bytes
     head, layers = 0, dict.fromkeys(range(shape.layers), 0)
     for linear in packed:
-        size = dense_bytes(choice.format, linear.out_features, linear.in_features, value_bytes)
+        sizes = linear.out_features, linear.in_features, value_bytes
         if linear.layer is None:
-            head += size
+            head += dense_bytes(head_format(choice.format), *sizes)
         else:
-            layers[linear.layer] += size
-    coded = [] if choice.format == PLAIN else [each for each in packed if may_pack(each.out_features, each.in_features)]
+            layers[linear.layer] += dense_bytes(choice.format, *sizes)
+    of_kind = {True: head_format(choice.format), False: choice.format}
+    coded = [
+        each
+        for each in packed
+        if of_kind[each.layer is None] != PLAIN and may_pack(each.out_features, each.in_features)
+    ]
     decoded = [sum(each.parameters * BF16 for each in coded if (each.layer is None) == last) for last in (False, True)]
     temporary = max((each.parameters * BF16 for each in coded), default=0)
-    of_layers = sum(layers.values())
+    of_layers, of_kinds = sum(layers.values()), sorted(set(layers.values()), reverse=True)
+    copies = sum(of_kinds[:RECORDED_COPIES]) if recorded else 0
     if choice.placement == GPU:
-        return DenseMemory(of_layers + head + rest, 0, temporary, 0, *decoded)
+        return DenseMemory(of_layers + head + rest, 0, copies + temporary, 0, *decoded)
     embedding = shape.embedding * value_bytes  # looked up in host memory
-    copies = SLOTS + (RECORDED_COPIES if recorded else 0)
+    copies += SLOTS * of_kinds[0]
     return DenseMemory(
         head + rest - embedding,
         of_layers + embedding,
-        copies * max(layers.values()) + temporary,
+        copies + temporary,
         of_layers,
         *decoded,
     )

@@ -51,7 +51,8 @@ def check_memory(
     places = device_map.values() if isinstance(device_map, dict) else [device_map or "cpu"]
     reserve = {"reserve_bytes": reserve_bytes} if isinstance(reserve_bytes, int) else reserve_bytes
     causes = {PACKED: sum(layer.packed_bytes for layer in plan.layers.values())} | dict(reserve)
-    causes[WEIGHTS] = plan.backbone.dense.host_bytes if plan.backbone.dense is not None else 0
+    on_host = plan.backbone.dense.host_bytes if plan.backbone.dense is not None else 0
+    causes[WEIGHTS] = max(causes.get(WEIGHTS, 0), on_host)
     if all(str(place) == "cpu" for place in places):
         causes[WEIGHTS] += dense_bytes_of(model, plan)
     what = f"the model in expert_format {plan.expert_format}"

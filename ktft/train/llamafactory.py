@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import yaml
 from peft.utils import ModulesToSaveWrapper
 from transformers import TrainingArguments
 from transformers.hf_argparser import string_to_bool
+from transformers.integrations.fsdp import is_fsdp_enabled
 
 from ktft import errors, hosts, native
 from ktft.adapters.lora import UNMERGED
@@ -32,10 +33,13 @@ from ktft.adapters.peft import expert_layers
 from ktft.adapters.reach import linear_names
 from ktft.adapters.several import stand_on
 from ktft.checkpoint.families import FAMILIES
+from ktft.checkpoint.schemes import scheme_of
 from ktft.config import PROJECTIONS, Settings
+from ktft.dense.formats import PLAIN
 from ktft.device import ACCELERATORS, accelerator
 from ktft.hosts.llamafactory import PATCHES
 from ktft.kt_keys import TOP_LEVEL_KEYS, parse_kt_config
+from ktft.model.dense_memory import GPU, released_format
 from ktft.model.experts import find_experts
 from ktft.model.fit import Room
 from ktft.model.quantizer import check_flash_attention, configure
@@ -43,7 +47,16 @@ from ktft.ranks.launch import Launch
 from ktft.system import available_memory
 from ktft.train.checkpoints import hold
 from ktft.train.muon import take_stacked
-from ktft.train.recipe import Recipe, check_names, kt_mapping, recipe_of_arguments, training_fit, training_reserve
+from ktft.train.recipe import (
+    Recipe,
+    check_names,
+    dense_choice,
+    kt_mapping,
+    recipe_of_arguments,
+    training_fit,
+    training_reserve,
+    with_choice,
+)
 from ktft.train.report import logger
 from ktft.train.trainer import check_arguments, check_launch
 from ktft.versions import FACTORY, require_stack
@@ -260,9 +273,10 @@ def patch_config(
         return original(config, tokenizer, model_args, init_kwargs, *args)
     _show_on_board()
     # LLaMA-Factory would require the packages of the checkpoint's own method, and give that method to the model.
+    released = _released(config)
     vars(config).pop("quantization_config", None)
     original(config, tokenizer, model_args, init_kwargs, *args)
-    configure(config, settings, _reserve(config, model_args, settings))
+    configure(config, *_fitted(config, model_args, settings, released))
     if init_kwargs.get("device_map") == "auto":  # inference: it would spread the model over all GPUs
         misc = importlib.import_module("llamafactory.extras.misc")
         init_kwargs["device_map"] = {"": misc.get_current_device()}
@@ -363,15 +377,30 @@ def _check_precision(model: Any, recipe: Recipe | None) -> None:
         )
 
 
-def _reserve(config: Any, model_args: Any, settings: Settings) -> int | dict[str, int]:
-    """Bytes that training needs beside the model, in all or by purpose; 0 for models that are not trained."""
+def _released(config: Any) -> str | None:
+    """The format that keeps the checkpoint's weights outside the experts as they are, beside the model's own dtype."""
+    with suppress(ValueError):  # what cannot be read is refused with the file's name later
+        return released_format(scheme_of(config.to_dict(), "config.json"))
+    return None
+
+
+def _fitted(
+    config: Any, model_args: Any, settings: Settings, released: str | None
+) -> tuple[Settings, int | dict[str, int]]:
+    """The settings, with format and place of the dense weights chosen, and the bytes that training needs beside the
+    model, in all or by purpose; 0 for models that are not trained.
+    """
     recipe = getattr(model_args, _RECIPE, None)
-    if recipe is None:
-        return 0
-    runtime, gpu = native.runtime_of(settings), None if recipe.use_cpu else accelerator()
+    runtime, gpu = native.runtime_of(settings), None if recipe is not None and recipe.use_cpu else accelerator()
     free = gpu.free_bytes() if gpu is not None else None
     room = Room(free[0] if free else None, available_memory(), runtime.threads, runtime.nodes)
-    return training_reserve(training_fit(config, recipe, room).need, gpu=gpu is not None)
+    if is_fsdp_enabled() and settings.dense_placement == "auto":  # it divides plain weights alone
+        settings = replace(settings, dense_format=settings.dense_format or PLAIN, dense_placement=GPU)
+        recipe = None if recipe is None else replace(recipe, settings=settings)
+    if recipe is None:
+        return with_choice(settings, dense_choice(config, settings, None, room, released=released)), 0
+    fit = training_fit(config, recipe, room, released=released)
+    return with_choice(settings, fit.work.dense), training_reserve(fit.need, gpu=gpu is not None)
 
 
 def find_all_linear_modules(original: Callable[..., list[str]], model: Any, *args: Any, **kwargs: Any) -> list[str]:
