@@ -153,6 +153,11 @@ def after_view_in_place(logits: Tensor) -> Tensor:
     return logits**2
 
 
+def after_change(logits: Tensor) -> Tensor:
+    logits.div_(3)
+    return F.cross_entropy(logits.view(-1, WORDS), FLAT)
+
+
 LAZY: dict[str, Callable[[Any], Tensor]] = {
     "causal": lambda o: ForCausalLMLoss(o, TARGETS, WORDS),
     "items": lambda o: ForCausalLMLoss(o, TARGETS, WORDS, num_items_in_batch=77),
@@ -164,6 +169,7 @@ LAZY: dict[str, Callable[[Any], Tensor]] = {
     "each": lambda o: F.cross_entropy(o.float().view(-1, WORDS), FLAT, reduction="none"),
     "smoothed": lambda o: nn.CrossEntropyLoss(label_smoothing=0.2)(o.float().reshape(-1, WORDS), FLAT),
     "shifted": lambda o: F.cross_entropy(o.float()[..., :-1, :].contiguous().view(-1, WORDS), SHIFTED),
+    "narrow": lambda o: F.cross_entropy(o.view(-1, WORDS), FLAT),
     "of a mask": lambda o: F.cross_entropy(o.float()[MASK], TARGETS[MASK]),
     "scaled": lambda o: F.cross_entropy((2 * o.detach().float() * 0.3 + 0 * o.sum())[0], TARGETS[0]),
 }
@@ -179,6 +185,7 @@ REAL: dict[str, Callable[[Any], Tensor]] = {
     "weighted": lambda o: F.cross_entropy(o.view(-1, WORDS), FLAT, torch.linspace(1, 2, WORDS, dtype=o.dtype)),
     "transposed loss": lambda o: F.cross_entropy(o.transpose(1, 2), TARGETS),
     "in place": after_view_in_place,
+    "changed": after_change,
     "looked at before": lambda o: ForCausalLMLoss(o.float() + 0 * o.mean(), TARGETS, WORDS),
     "passed": lambda o: ForCausalLMLoss(Passed.apply("as they are", o), TARGETS, WORDS),
     "passed as a copy": lambda o: ForCausalLMLoss(Passed.apply("copied", o), TARGETS, WORDS),
@@ -268,6 +275,22 @@ def test_outputs_become_fp32_without_being_computed() -> None:
     assert torch.equal(logits.exp(), head(hidden.bfloat16()).float().exp())
 
 
+def test_logits_pass_through_autograd_without_being_computed() -> None:
+    """As through DDP, which marks a model's outputs."""
+    hidden = torch.randn(3, 20, 16, requires_grad=True)
+    for kind in ("as they are", "copied"):
+        with Largest() as largest:
+            assert isinstance(Passed.apply(kind, LazyOutput(Coded(16, WORDS))(hidden * 1)), LazyLogits)
+        assert largest.rows == 1, kind  # which told the logits' dtype
+
+
+def test_the_loss_needs_no_copy_in_fp32() -> None:
+    """A chunk's log-softmax reads bf16 and writes fp32, in one kernel on a GPU."""
+    logits: Any = LazyOutput(Coded(16, WORDS))(torch.randn(3, 20, 16).bfloat16())
+    assert (logits / 3).float()._recipe.unwidened.dtype == torch.bfloat16
+    assert logits.float().bfloat16()._recipe.unwidened is None
+
+
 def test_few_tokens_have_real_logits() -> None:
     assert type(LazyOutput(Coded(16, WORDS))(torch.randn(1, CHUNK, 16))) is Tensor
 
@@ -277,6 +300,10 @@ def test_few_tokens_have_real_logits() -> None:
 
 def as_adapted(model: Any) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "lm_head"]))
+
+
+def as_adapted_and_frozen(model: Any) -> Any:
+    return as_adapted(model).requires_grad_(False)
 
 
 def as_saved_whole(model: Any) -> Any:
@@ -290,6 +317,7 @@ def as_trained(model: Any) -> Any:
 
 OBSTACLES: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
     "adapted": (as_adapted, {}, "the output layer is trained"),
+    "adapted and frozen": (as_adapted_and_frozen, {}, "the output layer is trained"),
     "saved whole": (as_saved_whole, {}, "the output layer is trained"),
     "trained": (as_trained, {}, "the output layer is trained"),
     "compiled": (lambda model: model, {"torch_compile": True}, "torch_compile is on"),
@@ -327,10 +355,16 @@ def test_ligers_loss_is_left_alone(arguments: Any, monkeypatch: pytest.MonkeyPat
 
 def test_a_head_that_is_trained_later_has_real_logits(arguments: Any) -> None:
     model = transformers.AutoModelForCausalLM.from_config(OF_TRANSFORMERS["multiplied"]).requires_grad_(False)
-    LossInChunks(model, arguments)
-    weight = head_of(model).weight.requires_grad_()
-    model(**batch()).loss.backward()
-    assert weight.grad is not None and weight.grad.any()
+    grads = []
+    for chunks in (False, True):
+        if chunks:
+            LossInChunks(model, arguments)
+        weight = head_of(model).weight.requires_grad_()
+        model(**batch()).loss.backward()
+        grads.append(weight.grad.clone())
+        model.zero_grad()
+        model.requires_grad_(False)
+    torch.testing.assert_close(grads[1], grads[0])
 
 
 def test_close_gives_the_layer_back(arguments: Any) -> None:
