@@ -28,13 +28,11 @@ from torch import Tensor
 from ktft import spans
 from ktft.device import Device
 from ktft.lanes.kept import KeptOutputs
-from ktft.model.memory import waiting_bytes
+from ktft.model.memory import LIVE, waiting_bytes
 from ktft.system import readable
 
 logger = logging.getLogger("ktft")
 
-LIVE = 3
-"""Layers of which something is on the GPU at once: one at work, its neighbour on its way, and one to be freed."""
 HOST_SHARE = 0.5
 """The most host memory for what waits, as a share of what is available."""
 SLAB = 256 << 20

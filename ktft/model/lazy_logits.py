@@ -29,7 +29,7 @@ Step = Callable[[Tensor], Tensor]
 
 def chunk_tokens(width: int) -> int:
     """How many tokens have their logits at a time, of `width` each."""
-    return max(CHUNK_BYTES // (4 * width), _FEWEST_TOKENS)
+    return max(CHUNK_BYTES // max(4 * width, 1), _FEWEST_TOKENS)
 
 
 def loss_bytes(tokens: int, width: int, hidden_size: int, element: int) -> int:
@@ -175,8 +175,6 @@ class LazyLogits(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """What torch's own code does without asking `__torch_function__`, below autograd."""
-        if func in _ALIASES and not args[0].computed and args[1:] in ((), (list(args[0].shape),)):
-            return LazyLogits(args[0]._hidden, args[0]._recipe, _View(args[0], _same))
         return func(*_with(LazyLogits.without_graph, args), **_with(LazyLogits.without_graph, kwargs or {}))
 
 
@@ -306,10 +304,6 @@ def _with(real: Callable[[LazyLogits], Tensor], value: Any) -> Any:
     return value
 
 
-def _same(logits: Tensor) -> Tensor:
-    return logits
-
-
 def _each_logit(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     """Something that is done to each logit, with numbers and dtypes alone beside it."""
     if not all(
@@ -336,6 +330,11 @@ def _part(lazy: LazyLogits, hidden: Tensor, look: Step) -> LazyLogits:
 
 def _all_rows(func: Any, lazy: LazyLogits, **kwargs: Any) -> LazyLogits:
     return _part(lazy, func(lazy._hidden, **kwargs), lambda logits: cast(Tensor, func(logits, **kwargs)))
+
+
+def _as_itself(func: Any, lazy: LazyLogits, other: Tensor) -> Any:
+    """`view_as` of itself, by which autograd marks what a function returns as it got it."""
+    return _part(lazy, lazy._hidden, lambda logits: logits.view_as(logits)) if other is lazy else NotImplemented
 
 
 def _split(func: Any, lazy: LazyLogits, size: int | list[int], dim: int = 0) -> Any:
@@ -418,6 +417,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.split, torch.split), _split),
     **dict.fromkeys((Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten), _shaped),
     **dict.fromkeys((Tensor.argmax, torch.argmax), _argmax),
+    Tensor.view_as: _as_itself,
     Tensor.__getitem__: _item,
     F.cross_entropy: _cross_entropy,
 }
@@ -429,4 +429,3 @@ _METADATA = {
     *(Tensor.get_device, Tensor.__hash__),
 }
 """What is known without logits."""
-_ALIASES = {torch.ops.aten.alias.default, torch.ops.aten.detach.default, torch.ops.aten.view.default}

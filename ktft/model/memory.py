@@ -15,6 +15,7 @@ import torch
 
 from ktft import config, native
 from ktft.lanes.gpu.lane import CHUNK_BYTES
+from ktft.model import lazy_logits
 from ktft.model.dense_memory import PLAIN_ON_GPU, dense_memory
 from ktft.model.shape import ModelShape, MoeShape
 from ktft.model.workload import BF16, FP32, Adapter, Workload
@@ -33,9 +34,6 @@ SPARE_VRAM, SPARE_SHARE = 1 << 30, 0.25
 # fp32 copy, log-softmax, its gradient, and the gradient in the logits' dtype. On a GPU three fp32 blocks are alive at
 # once, and the others are freed before backward; the allocator keeps the block of the model's own dtype, and one more.
 _LOGIT_BYTES, _GPU_LOGIT_BYTES = {BF16: 14, FP32: 16}, 12
-# A loss in chunks has logits of as many tokens at a time as make at most so many fp32 bytes, two such blocks, and two
-# tensors of hidden states: their gradient, and its sum.
-_LOSS_CHUNK, _LEAST_LOSS_TOKENS, _CHUNK_LOGIT_BYTES, _LOSS_TENSORS = 128 << 20, 32, 8, 2
 # Bytes per attention score while one layer runs without fused attention, which torch lacks on the CPU when values are
 # not as wide as keys (DeepSeek's attention): scores, mask, softmax and their gradients, all fp32. Backward keeps the
 # probabilities, and fp32 copies of queries, keys and values.
@@ -105,8 +103,10 @@ def expert_buffers(
 
 
 _LAYER_TENSORS = 40  # of hidden_size values, which a token takes in a decoder layer with gradients
-AWAY_LAYERS = 3
-"""Layers of which activations are on the GPU if the others' are away: one in use, one on its way in each direction."""
+LIVE = 3
+"""Layers of which something waits on the GPU if the rest waits in host memory: one at work, its neighbour on its way,
+and one to be freed.
+"""
 
 
 def waiting_bytes(hidden_size: int, layers: int, value_bytes: int, checkpointing: bool) -> int:
@@ -118,7 +118,7 @@ def waiting_bytes(hidden_size: int, layers: int, value_bytes: int, checkpointing
 
 def waiting_layers(layers: int, work: Workload) -> int:
     """Of how many layers what waits for backward is beside what computes."""
-    return min(layers, AWAY_LAYERS) if work.away else layers
+    return min(layers, LIVE) if work.away else layers
 
 
 def further_bytes(shape: ModelShape, work: Workload) -> int:
@@ -129,19 +129,13 @@ def further_bytes(shape: ModelShape, work: Workload) -> int:
 
 def loss_chunks(shape: ModelShape, work: Workload) -> int:
     """In how many parts the logits of a micro-batch are computed."""
-    return -(-work.tokens // _chunk_tokens(shape)) if work.chunked_loss else 1
-
-
-def _chunk_tokens(shape: ModelShape) -> int:
-    return max(_LOSS_CHUNK // max(shape.vocab_size * FP32, 1), _LEAST_LOSS_TOKENS)
+    return -(-work.tokens // lazy_logits.chunk_tokens(shape.vocab_size)) if work.chunked_loss else 1
 
 
 def loss_bytes(shape: ModelShape, work: Workload, *, gpu: bool) -> int:
     """Bytes while the loss of one micro-batch is computed and differentiated."""
     if work.chunked_loss:
-        rows = min(_chunk_tokens(shape), work.tokens)
-        hidden = _LOSS_TENSORS * work.tokens * shape.hidden_size * work.weight_bytes
-        return rows * shape.vocab_size * _CHUNK_LOGIT_BYTES + hidden
+        return lazy_logits.loss_bytes(work.tokens, shape.vocab_size, shape.hidden_size, work.weight_bytes)
     each = _GPU_LOGIT_BYTES if gpu else _LOGIT_BYTES[work.weight_bytes] + (FP32 if work.mixed else 0)
     return work.tokens * shape.vocab_size * each
 
