@@ -196,7 +196,7 @@ def test_room_for_the_loss(base: Path, tmp_path: Path) -> None:
     run = runs.trainer(base, tmp_path)
     assert loss_room(run, 1000) == 1000 * WORDS * 16
     chunks = LossInChunks(run.model, run.args)
-    assert loss_room(run, 1000) == loss_bytes(1000, WORDS, 64, 4) == CHUNK * WORDS * 8 + 2 * 1000 * 64 * 4
+    assert loss_room(run, 1000) == loss_bytes(1000, WORDS, 64, 4) == CHUNK * WORDS * 12 + 2 * 1000 * 64 * 4
     runs.reduce_loss(run, "mean")
     assert loss_room(run, 1000) == 1000 * WORDS * 16
     chunks.close()
@@ -206,7 +206,7 @@ def test_a_chunk_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert chunk_tokens(129_280) == 259
     assert chunk_tokens(10**7) == 32
-    assert loss_bytes(65_536, 129_280, 7168, 2) < 2.2e9
+    assert loss_bytes(65_536, 129_280, 7168, 2) < 2.3e9
 
 
 # --- in training ------------------------------------------------------------------------------------------------------

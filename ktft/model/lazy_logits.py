@@ -22,7 +22,8 @@ from torch.autograd.function import once_differentiable
 CHUNK_BYTES = 128 * 2**20
 """The most that the logits of one chunk of tokens take in fp32, unless these are the fewest tokens of a chunk."""
 _FEWEST_TOKENS = 32
-_CHUNK_LOGIT_BYTES = 8  # of a chunk's logit: itself, its probability in fp32, and its gradient
+_CHUNK_LOGIT_BYTES = 12
+"""Of a chunk's logit: itself, its fp32 copy on a CPU, its probability in fp32, and its gradient."""
 
 Step = Callable[[Tensor], Tensor]
 
