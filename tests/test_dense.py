@@ -297,6 +297,15 @@ def test_settings_that_cannot_be(tiny_checkpoint: Checkpoint, monkeypatch: pytes
         load(tiny_checkpoint("qwen3moe"), dense_placement="host")
 
 
+@pytest.mark.parametrize("asked", [{"use_dora": True}, {"init_lora_weights": "pissa"}], ids=str)
+def test_lora_that_reads_weights_is_refused(tiny_checkpoint: Checkpoint, asked: dict[str, Any]) -> None:
+    model = load(tiny_checkpoint("qwen3moe"), torch.float32, dense_format="int8")
+    with pytest.raises(ValueError, match="reads the whole weights of linear layers, which dense_format 'int8'"):
+        ktft.get_peft_model(model, lora_config(target_modules=["q_proj"], **asked))
+    plain = load(tiny_checkpoint("qwen3moe"), torch.float32)
+    ktft.get_peft_model(plain, lora_config(target_modules=["q_proj"], **asked))
+
+
 # --- through LLaMA-Factory --------------------------------------------------------------------------------------------
 
 

@@ -101,6 +101,15 @@ def test_micro_batches_together_train_like_one_after_the_other(
     assert all(torch.allclose(other[name], adapter[name], rtol=0.02, atol=2e-3) for name in adapter)
 
 
+def test_a_packed_output_layer_is_refused(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """TRL would multiply by its bytes."""
+    model = base(tiny_checkpoint("qwen3moe"), "CAUSAL_LM", dense_format="k4")
+    config = trl.SFTConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
+    data = Dataset.from_dict({"prompt": PROMPTS, "completion": RIGHT})
+    with pytest.raises(ValueError, match="which dense_format 'k4' packs; set dense_format to fp8 or bf16"):
+        trl.SFTTrainer(model, config, train_dataset=data, processing_class=tokenizer(), peft_config=lora_config())
+
+
 def test_dora_on_attention_and_a_head_that_is_trained_whole(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """As PEFT has them, beside each other; on experts DoRA is refused by name."""
     path, options = tiny_checkpoint("qwen3moe"), {"use_dora": True, "modules_to_save": ["lm_head"]}

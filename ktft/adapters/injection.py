@@ -14,6 +14,7 @@ from typing import Any
 from peft.tuners.lora.model import LoraModel
 from torch import nn
 
+from ktft.adapters.linear import check_packed
 from ktft.adapters.lora import EXPERT_TENSOR, KtftExpertsLora, check_options
 from ktft.adapters.reach import check_method, reach_of, resolve
 from ktft.adapters.several import check_name
@@ -57,6 +58,7 @@ def inject_adapter(
         resolve(model, config)
         form = next(iter(find_experts(model).values())).expert_lora or PER_EXPERT
     check_request(model, config)
+    check_packed(model, config)
     with _reaching_experts(model, config, adapter_name, form), dividing(model, adapter_name):
         return original(tuner, model, adapter_name, *args, **kwargs)
 

@@ -20,6 +20,22 @@ from ktft.dense.linear import DenseWeight, PackedLinear
 from ktft.hosts.peft import LINEAR
 
 
+def check_packed(model: nn.Module, config: Any) -> None:
+    """Refuse a LoRA that reads the weights of linear layers, if these are packed.
+
+    Raises:
+        ValueError: it does; the message says what to set.
+    """
+    packed = next((module for module in model.modules() if isinstance(module, PackedLinear)), None)
+    init = getattr(config, "init_lora_weights", True)
+    reads = "use_dora" if getattr(config, "use_dora", False) else f"init_lora_weights={init!r}"
+    if packed is not None and (reads == "use_dora" or init not in (True, False, "gaussian")):
+        raise ValueError(
+            f"{reads} reads the whole weights of linear layers, which dense_format {packed.format!r} and "
+            "dense_placement keep in another form; leave it out, or set dense_format: bf16 and dense_placement: gpu"
+        )
+
+
 def shorten(model: nn.Module) -> None:
     """Make the model's adapted linear layers use the single node of this module wherever it applies; see `restore`."""
     for module in _layers(model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from ktft import config
 from ktft.adapters.elsewhere import said_before_training
 from ktft.adapters.reach import reach_of
+from ktft.dense.linear import PackedLinear
 from ktft.model.experts import find_experts
 from ktft.ranks import launch
 from ktft.train import run
@@ -69,6 +70,7 @@ def check_arguments(args: TrainingArguments, model: nn.Module | None = None) -> 
     """
     if model is not None:
         check_layout(args, model)
+        check_output_layer(args, model)
     check_optimizer(args)
     if args.use_liger_kernel and (args.liger_kernel_config or {}).get("swiglu", True):
         raise ValueError(
@@ -81,6 +83,20 @@ def check_arguments(args: TrainingArguments, model: nn.Module | None = None) -> 
         fsdp=(args.fsdp_plugin_args or {}).get("fsdp_version"), deepspeed=args.deepspeed is not None, gpus=args.n_gpu
     )
     check_precision(args)
+
+
+def check_output_layer(args: TrainingArguments, model: nn.Module) -> None:
+    """Refuse a packed output layer where TRL would read its weight.
+
+    Raises:
+        ValueError: the arguments are TRL's, and the layer is packed.
+    """
+    head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if isinstance(head, PackedLinear) and type(args).__module__.startswith("trl."):
+        raise ValueError(
+            f"TRL multiplies by the output layer's weight itself, which dense_format {head.format!r} packs; set "
+            "dense_format to fp8 or bf16, which leave the output layer as it is"
+        )
 
 
 class KtftCallback(TrainerCallback):
