@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from given import Checkpoint
 from planning import CONFIGS
 from tiny import make_config
 from torch import nn
 from transformers import AutoConfig
 
+from ktft.checkpoint.reader import CheckpointReader
 from ktft.checkpoint.schemes import scheme_of
 from ktft.config import DENSE_FORMATS, Settings
 from ktft.dense.formats import dense_bytes, head_format, may_pack
+from ktft.model.dense_linears import fitting
 from ktft.model.dense_memory import (
     GPU,
     HOST,
@@ -26,6 +31,7 @@ from ktft.model.dense_memory import (
 )
 from ktft.model.fit import Room
 from ktft.model.memory import footprint, loss_bytes
+from ktft.model.meta import meta_model
 from ktft.model.shape import ModelShape, shape_of
 from ktft.system import GIB
 from ktft.train.recipe import Recipe, dense_choice, training_fit, training_reserve
@@ -146,6 +152,27 @@ def test_a_model_loaded_for_nothing_known_leaves_a_fifth_of_the_gpu(folder: str,
     assert str(loaded_choice(shape, capped, released, 2, 1000 * GIB)) == chosen
 
 
+def test_a_load_chooses_when_the_weights_do_not_fit(
+    tiny_checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tiny_checkpoint("dsv3")
+    files = [str(file) for file in CheckpointReader.from_directory(path).files]
+    model = meta_model(config := AutoConfig.from_pretrained(path))
+    shape, _ = shape_of(config)
+    whole = sum(tensor.nbytes for name, tensor in model.state_dict().items() if ".experts." not in name)
+    counted = dense_memory(shape, DenseChoice("bf16", GPU), 2, recorded=False).gpu
+    assert 0 <= counted - whole < 100  # with buffers that no checkpoint has
+    roomy = Settings(cuda_graphs=False)
+    assert fitting(roomy, model, files, None) == fitting(roomy, model, files, int(1.26 * whole)) == roomy
+    assert fitting(replace(roomy, dense_placement="gpu"), model, files, 1).dense_format is None
+    with caplog.at_level(logging.INFO, "ktft"):
+        tight = fitting(roomy, model, files, int(1.2 * whole))
+    need = dense_memory(shape, DenseChoice(tight.dense_format or "", tight.dense_placement), 2, recorded=False)
+    assert tight != roomy and need.gpu + need.transit <= 0.8 * 1.2 * whole
+    assert f"linear weights outside the routed experts are {tight.dense_format}" in caplog.text
+    assert fitting(replace(roomy, dense_format="k4"), model, files, int(1.2 * whole)).dense_format == "k4"
+
+
 @pytest.mark.parametrize(
     ("block", "form"), [([128, 128], "fp8"), ([64, 128], None), (None, None)], ids=["blocks", "others", "none"]
 )
@@ -210,7 +237,7 @@ def test_a_loss_in_chunks_takes_no_more_for_more_tokens() -> None:
 
     hidden = 2 * 7168 * 2
     assert of("sft", 65536) - of("sft", 2048) == (65536 - 2048) * hidden
-    assert of("sft", 2048) < 0.4 * GIB < of("dpo", 2048)
+    assert of("sft", 2048) < 0.5 * GIB < of("dpo", 2048)
     assert of("dpo", 4096) == 2 * of("dpo", 2048)
     one_word = shape.vocab_size * 8
     assert of("sft", 16) == 16 * (hidden + one_word)

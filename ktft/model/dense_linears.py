@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
+from ktft.checkpoint.reader import CheckpointReader
 from ktft.checkpoint.schemes import PLAIN_SCHEME, Fp8
 from ktft.config import Settings
 from ktft.dense.formats import PLAIN
 from ktft.dense.model import DenseWeights, linears
 from ktft.model.backbone import Backbone
+from ktft.model.dense_memory import GPU, WEIGHTS_SHARE, DenseChoice, loaded_choice, released_format
 from ktft.model.experts import KtftExperts, decoder_lists
+from ktft.model.shape import shape_of
 from ktft.native import Runtime
+
+logger = logging.getLogger("ktft")
+
+
+def fitting(settings: Settings, model: PreTrainedModel, files: Sequence[str], free: int | None) -> Settings:
+    """The settings, with format and place of the dense weights chosen if they and 25% more do not fit on the GPU.
+
+    Args:
+        model: on the meta device, with transformers' own experts; files: the checkpoint's.
+        free: bytes of the GPU that are free; None without a GPU.
+    """
+    if settings.dense_placement != "auto" or free is None:
+        return settings
+    weights = {name: tensor for name, tensor in model.state_dict().items() if ".experts." not in name}
+    if sum(tensor.nbytes for tensor in weights.values()) <= WEIGHTS_SHARE * settings.capped(free):
+        return settings
+    released, (shape, _) = released_format(CheckpointReader(files).scheme), shape_of(model.config)
+    value_bytes = next(iter(weights.values())).element_size()
+    return with_choice(settings, loaded_choice(shape, settings, released, value_bytes, free))
+
+
+def with_choice(settings: Settings, choice: DenseChoice) -> Settings:
+    """The settings with a choice in place of what they leave open; the log says it where it is not the usual one."""
+    usual = DenseChoice(settings.dense_format or PLAIN, GPU)
+    if choice != usual and settings.dense_placement == "auto":
+        logger.info("linear weights outside the routed experts are %s, since GPU memory is short", choice)
+    return replace(settings, dense_format=choice.format, dense_placement=choice.placement)
 
 
 def dense_weights(

@@ -20,8 +20,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktft import hosts
 from ktft.config import SETTINGS, SHARED_OUTER, Settings, unknown_key
+from ktft.device import accelerator
 from ktft.lanes.decide.placer import usable_placement
 from ktft.lora import NOT_SHARED
+from ktft.model.dense_linears import fitting
 from ktft.model.experts import find_experts
 from ktft.model.gpu_memory import hold_gpu_memory
 from ktft.model.load_plan import LoadPlan, check_memory, dense_bytes_of, has_gpu
@@ -204,7 +206,11 @@ class KtftHfQuantizer(HfQuantizer):
             check_flash_attention(f"attn_implementation {implementation!r}")
         given = self.quantization_config
         tp_size = asked_tp_size(model, given.part)
-        self._plan = LoadPlan(model, checkpoint_files or [], given.settings, given.part)
+        settings, files, gpu = given.settings, checkpoint_files or [], accelerator()
+        if tp_size == 1 and not is_fsdp_enabled():
+            free = gpu.free_bytes() if gpu is not None else None
+            settings = fitting(settings, model, files, free[0] if free else None)
+        self._plan = LoadPlan(model, files, settings, given.part)
         for module in find_experts(model).values():
             module.tp_size = tp_size
         check_memory(model, self._plan, given.reserve_bytes, kwargs.get("device_map"))

@@ -39,6 +39,7 @@ from ktft.dense.formats import PLAIN
 from ktft.device import ACCELERATORS, accelerator
 from ktft.hosts.llamafactory import PATCHES
 from ktft.kt_keys import TOP_LEVEL_KEYS, parse_kt_config
+from ktft.model.dense_linears import with_choice
 from ktft.model.dense_memory import GPU, released_format
 from ktft.model.experts import find_experts
 from ktft.model.fit import Room
@@ -55,7 +56,6 @@ from ktft.train.recipe import (
     recipe_of_arguments,
     training_fit,
     training_reserve,
-    with_choice,
 )
 from ktft.train.report import logger
 from ktft.train.trainer import check_arguments, check_launch

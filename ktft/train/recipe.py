@@ -25,7 +25,6 @@ from ktft.model.memory import Footprint
 from ktft.model.shape import ModelShape, shape_of
 from ktft.model.shortage import PACKED, WEIGHTS, by_cause
 from ktft.model.workload import BF16, FP32, Adapter, Workload, expert_adapters
-from ktft.train.report import logger
 
 # Sequences that a stage runs together for each row of the batch: chosen and rejected, or a row and its KL pair.
 SEQUENCES = {"pt": 1, "sft": 1, "rm": 2, "dpo": 2, "kto": 2}
@@ -244,14 +243,6 @@ def dense_choice(
         return DenseChoice(settings.dense_format or PLAIN, placement)
     shape, _ = shape_of(config)
     return loaded_choice(shape, settings, released, weight_bytes_of(config), room.gpu_bytes)
-
-
-def with_choice(settings: Settings, choice: DenseChoice) -> Settings:
-    """The settings with a choice in place of what they leave open; the log says it where it is not the usual one."""
-    usual = DenseChoice(settings.dense_format or PLAIN, GPU)
-    if choice != usual and settings.dense_placement == "auto":
-        logger().info("linear weights outside the routed experts are %s, so that training fits in GPU memory", choice)
-    return replace(settings, dense_format=choice.format, dense_placement=choice.placement)
 
 
 def training_reserve(need: Footprint, *, gpu: bool) -> dict[str, int]:
