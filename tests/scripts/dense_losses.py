@@ -105,7 +105,7 @@ def main(
     record: Annotated[Path, typer.Option()] = ROOT / "docs" / "benchmarks" / "dense-formats.json",
     machine: Annotated[str, typer.Option(help="A sentence about this machine, for the record.")] = "",
     steps: Annotated[int, typer.Option(min=LAST)] = 200,
-    experts: Annotated[str, typer.Option(help="Formats of experts.")] = "bf16,int8,fp8,k4",
+    experts: Annotated[str, typer.Option(help="Formats of experts.")] = "bf16,int8,k4",
 ) -> None:
     """Train all combinations, and write the record."""
     if not (demo / "model" / "config.json").is_file():
