@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ktft.cli import verify_server
+from ktft.cli import verify_dense, verify_server
 from ktft.cli.progress import show
-from ktft.config import DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS, Settings
+from ktft.config import DEFAULT_EXPERT_FORMAT, DENSE_FORMATS, EXPERT_FORMATS, Settings
 from ktft.formats import FORMAT_TRAITS
 from ktft.system import available_memory, readable
-from ktft.verify.problem import Problem, percent
+from ktft.verify.problem import Problem, finite, percent
 
 if TYPE_CHECKING:
     from ktft.checkpoint.quantization_error import ProjectionError
@@ -50,16 +49,7 @@ class VerifyReport:
     def to_dict(self) -> dict[str, Any]:
         """The values that `--json` prints."""
         problems = [asdict(problem) | {"text": problem.text} for problem in self.problems]
-        return _finite({"passed": not problems, "problems": problems} | asdict(self))
-
-
-def _finite(value: Any) -> Any:
-    """The value with NaN and infinity as strings, because JSON has neither."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        return finite({"passed": not problems, "problems": problems} | asdict(self))
 
 
 def verify(
@@ -88,8 +78,18 @@ def verify(
     deferral: Annotated[
         int | None, typer.Option(min=1, help="Report what deferring so many experts a token changes, nothing else.")
     ] = None,
+    dense_format: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Compare these formats of the weights outside the routed experts, nothing else: "
+            f"{', '.join(DENSE_FORMATS)}, several with commas, or all."
+        ),
+    ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="Text for --serve or --deferral, a prompt a line. [short texts, random tokens]")
+        Path | None,
+        typer.Option(
+            help="Text for --serve, --deferral, --dense-format, a prompt a line. [short texts, random tokens]"
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -100,16 +100,21 @@ def verify(
     input.
     """
     settings = Settings(expert_format=expert_format, threads=threads, numa_nodes=numa_nodes, isa=isa)
+    of_layers = {"--layers": layers, "--source": source, "--whole": whole, "--deferral": deferral}
     verify_server.require_fitting(
-        serve, {"--served-model-name": served_model_name, "--prompts": prompts if deferral is None else None},
-        {"--layers": layers, "--source": source, "--whole": whole, "--deferral": deferral},
+        serve, {"--served-model-name": served_model_name,
+                "--prompts": prompts if deferral is None and dense_format is None else None},
+        of_layers | {"--dense-format": dense_format},
     )  # fmt: skip
+    verify_dense.require_fitting(dense_format, of_layers)
     if serve is not None:
         length = tokens or SERVE_TOKENS
         raise typer.Exit(
             verify_server.verify(serve, served_model_name, model, settings, adapter, prompts, length, as_json)
         )
     tokens = tokens or TOKENS
+    if dense_format is not None:
+        raise typer.Exit(verify_dense.verify(dense_format, model, settings, tokens, prompts, adapter, as_json))
     if deferral is not None:
         _show_deferral(model, settings, deferral, tokens, prompts, adapter, as_json)
         return
@@ -192,7 +197,7 @@ def _show_deferral(
     with Console(stderr=True).status("the model with and without deferral ..."):
         effect = verify_deferral(model, settings, deferral, tokens, prompts, adapter)
     if as_json:
-        print(json.dumps(_finite(asdict(effect)), indent=2))
+        print(json.dumps(finite(asdict(effect)), indent=2))
         return
     print(
         f"{model}: {effect.deferred} of {effect.top_k} experts one layer late, {effect.tokens} tokens of "

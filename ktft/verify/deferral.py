@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoTokenizer
 
 from ktft.config import Settings
 from ktft.deferral import lowest
 from ktft.verify.contract import relative_error
-from ktft.verify.whole import divergence, load_model, logits_of, outermost_experts, random_tokens
+from ktft.verify.whole import divergence, load_model, logits_of, outermost_experts, prompt_tokens, random_tokens
 
 
 @dataclass(frozen=True)
@@ -59,18 +58,8 @@ def verify_deferral(
         OSError, ValueError: the checkpoint, the adapter, the prompts or `deferral` cannot be used.
     """
     model = load_model(directory, settings, adapter)
-    sequences = [random_tokens(model, tokens)] if prompts is None else _tokenized(directory, prompts, tokens)
+    sequences = [random_tokens(model, tokens)] if prompts is None else prompt_tokens(directory, prompts, tokens)
     return deferral_effect(model, sequences, deferral)
-
-
-def _tokenized(directory: Path, prompts: Path, most: int) -> list[Tensor]:
-    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-    lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
-    found = [tokenizer(line, return_tensors="pt").input_ids[:, :most] for line in lines]
-    found = [ids for ids in found if ids.shape[1] >= 2]
-    if not found:
-        raise ValueError(f"{prompts} has no line of two tokens or more; give a prompt a line")
-    return found
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -36,3 +37,12 @@ class Problem:
 def percent(error: float) -> str:
     """The error in percent with three digits."""
     return f"{100 * error:.3g}%" if math.isfinite(error) else str(error)
+
+
+def finite(value: Any) -> Any:
+    """The value with NaN and infinity as strings, because JSON has neither."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,7 +6,7 @@ experts modules, filled with given weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from ktft.adapters.lora import KtftExpertsLora
 from ktft.adapters.peft import load_adapter
@@ -87,11 +87,24 @@ class WholeResult:
 
 
 @dataclass
-class _Run:
+class ModelRun:
+    """What a model makes of one sequence, in fp32; several are joined along the tokens.
+
+    Attributes:
+        logits: `[1, n, vocabulary]`.
+        gradient: `[1, n, hidden]`, of the loss with respect to the embeddings.
+    """
+
     logits: Tensor
     gradient: Tensor
 
-    def distance(self, exact: _Run) -> Distance:
+    @classmethod
+    def joined(cls, runs: Sequence[ModelRun]) -> ModelRun:
+        """The runs of several sequences as one."""
+        return cls(torch.cat([run.logits for run in runs], 1), torch.cat([run.gradient for run in runs], 1))
+
+    def distance(self, exact: ModelRun) -> Distance:
+        """How far this run is from the exact one, over all positions."""
         kl, top1 = divergence(self.logits, exact.logits)
         off = relative_error(self.gradient, exact.gradient)
         return Distance(relative_error(self.logits, exact.logits), kl, top1, off)
@@ -127,7 +140,7 @@ def verify_whole(
     choices = Choices(set(family.without_lora) - {family.router})
     yield "ktft's experts"
     with choices.recorded(model):
-        own = _run(model, ids)
+        own = run_model(model, ids)
     yield "transformers' experts, packed weights"
     stock = _put_stock(model, directory)
     for each in stock.values():
@@ -135,7 +148,7 @@ def verify_whole(
         each.merge()
     modules = {number: each.module for number, each in stock.items()}
     with choices.replayed(model, modules):
-        exact = _run(model, ids)
+        exact = run_model(model, ids)
     arithmetic, quantization, free = own.distance(exact), None, None
     if source is not None:
         yield "transformers' experts, the source's weights"
@@ -143,13 +156,13 @@ def verify_whole(
             pass
         for each in stock.values():
             each.merge()
-        free = own.distance(_run(model, ids))
+        free = own.distance(run_model(model, ids))
         with choices.replayed(model, modules):
-            exact = _run(model, ids)
+            exact = run_model(model, ids)
         quantization = own.distance(exact)
     yield "transformers' experts in bf16"
     with choices.replayed(model.to(torch.bfloat16), modules):
-        noise = _run(model, ids).distance(exact)
+        noise = run_model(model, ids).distance(exact)
     expert_format = next(iter(stock.values())).layer.format
     yield _judge(arithmetic, choices.errors, quantization, free, noise, expert_format)
 
@@ -188,11 +201,11 @@ def _judge(
     return WholeResult(arithmetic, layers, quantization, free, noise, limit, gradient_limit, allowed, problems)
 
 
-def load_model(directory: Path, settings: Settings, adapter: Path | None) -> Any:
-    """A checkpoint with ktft's experts and everything else in fp32, with or without an adapter."""
+def load_model(directory: Path, settings: Settings, adapter: Path | None, dtype: torch.dtype = torch.float32) -> Any:
+    """A checkpoint with ktft's experts and everything else in one dtype, with or without an adapter."""
     auto = auto_class(AutoConfig.from_pretrained(directory))
     quantization = KtftConfig.from_settings(settings)
-    model = auto.from_pretrained(directory, dtype=torch.float32, quantization_config=quantization)
+    model = auto.from_pretrained(directory, dtype=dtype, quantization_config=quantization)
     if adapter is not None:
         model = load_adapter(model, adapter)
     return model.eval().requires_grad_(False)
@@ -223,13 +236,28 @@ def random_tokens(model: Any, tokens: int) -> Tensor:
     return usable[torch.randint(len(usable), (1, tokens), generator=torch.Generator().manual_seed(SEED))]
 
 
+def prompt_tokens(directory: Path, prompts: Path, most: int) -> list[Tensor]:
+    """Token ids `[1, n]` of each line of a text file, of which the first `most` are taken.
+
+    Raises:
+        OSError, ValueError: the file or the tokenizer cannot be read, or no line has two tokens.
+    """
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    found = [tokenizer(line, return_tensors="pt").input_ids[:, :most] for line in lines]
+    found = [ids for ids in found if ids.shape[1] >= 2]
+    if not found:
+        raise ValueError(f"{prompts} has no line of two tokens or more; give a prompt a line")
+    return found
+
+
 def logits_of(model: Any, ids: Tensor) -> Tensor:
     """The model's logits `[1, n, vocabulary]` in fp32 for tokens `[1, n]`."""
     logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits.float()
 
 
-def _run(model: Any, ids: Tensor) -> _Run:
+def run_model(model: Any, ids: Tensor) -> ModelRun:
     """Logits, and the next-token loss's gradient with respect to the embeddings, in fp32."""
     leaves: list[Tensor] = []
 
@@ -244,7 +272,7 @@ def _run(model: Any, ids: Tensor) -> _Run:
         handle.remove()
     loss = F.cross_entropy(logits[0, :-1], ids[0, 1:])
     (gradient,) = torch.autograd.grad(loss, leaves[:1])
-    return _Run(logits.detach(), gradient.float())
+    return ModelRun(logits.detach(), gradient.float())
 
 
 class Choices:
