@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from ktft.adapters.peft import load_adapter
-from ktft.config import DENSE_FORMATS, Settings
+from ktft.config import Settings
 from ktft.dense.formats import PLAIN
 from ktft.dense.linear import PackedLinear
 from ktft.formats import FORMAT_TRAITS
 from ktft.model.experts import layer_of
-from ktft.model.quantizer import outline
+from ktft.model.load_plan import outline
 from ktft.verify.problem import Problem
 from ktft.verify.whole import Distance, ModelRun, load_model, prompt_tokens, random_tokens, run_model
 
@@ -180,12 +180,12 @@ class DenseSources:
         dtype: that of the model.
 
     Raises:
-        FileNotFoundError, ValueError: `ktft.model.quantizer.outline` refuses, or no weight can be packed.
+        FileNotFoundError, ValueError: `ktft.model.load_plan.outline` refuses, or no weight can be packed.
     """
 
     def __init__(self, directory: Path, settings: Settings, dtype: torch.dtype) -> None:
-        packed = next(each for each in DENSE_FORMATS if each != PLAIN)
-        plan = outline(directory, replace(settings, dense_format=packed, dense_placement="gpu"))
+        # A format that packs every weight which any of them does
+        plan = outline(directory, replace(settings, dense_format="k4", dense_placement="gpu"))
         blocks = [layer.name.rpartition(".")[0] for layer in plan.layers.values()]
         self._backbone, self._dtype = plan.backbone, dtype
         dense = plan.backbone.dense
