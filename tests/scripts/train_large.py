@@ -37,7 +37,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 from tiny import factory_settings, tokenizer
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
@@ -73,7 +73,9 @@ if "LOCAL_RANK" in os.environ:
 """
 """The same for every process that torchrun starts."""
 TOKENIZER_SIZE = 320
-GLM_AIR = Path(__file__).parents[1] / "data" / "glm-4.5-air"
+DATA = Path(__file__).parents[1] / "data"
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+FP8_SCALE = 2.0**-12
 
 
 @contextmanager
@@ -83,21 +85,26 @@ def part(name: str) -> Iterator[None]:
     print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
 
 
-def glm_air(args: argparse.Namespace) -> Any:
-    """GLM-4.5-Air with `--layers` of its layers, uninitialized."""
-    config = Glm4MoeConfig.from_pretrained(GLM_AIR, num_hidden_layers=args.layers)
+def released(args: argparse.Namespace) -> Any:
+    """A released model with `--layers` of its layers and, if given, `--experts` a layer, on the meta device."""
+    given: dict[str, Any] = {"num_hidden_layers": args.layers}
+    if args.experts is not None:
+        given["n_routed_experts"] = args.experts
+    config = AutoConfig.from_pretrained(DATA / args.model, **given)
+    vars(config).pop("quantization_config", None)
     config._attn_implementation = "sdpa"
-    with local_torch_dtype(torch.bfloat16), no_init_weights():
-        return Glm4MoeForCausalLM(config)
+    with local_torch_dtype(torch.bfloat16), no_init_weights(), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def qwen(args: argparse.Namespace) -> Any:
-    """A Qwen3-MoE of the sizes that were given, uninitialized."""
-    shape = Shape("large", args.experts, args.top_k, args.hidden_size, args.intermediate_size)
-    return empty_model(shape, args.layers, args.vocabulary)
+    """A Qwen3-MoE of the sizes that were given, on the meta device."""
+    shape = Shape("large", args.experts or 128, args.top_k, args.hidden_size, args.intermediate_size)
+    with torch.device("meta"):
+        return empty_model(shape, args.layers, args.vocabulary)
 
 
-MODELS = {"qwen3-30b-a3b": qwen, "glm-4.5-air": glm_air}
+MODELS = {"qwen3-30b-a3b": qwen, "glm-4.5-air": released, "deepseek-v3": released}
 
 
 def write_checkpoint(args: argparse.Namespace, path: Path) -> None:
@@ -143,8 +150,14 @@ def write_backbone(args: argparse.Namespace, path: Path) -> tuple[list[int], Sha
     found = expert_modules(model, family_of(model))
     for _, name, _ in found:
         model.set_submodule(name, SkippedExperts())
+    model.to_empty(device="cpu")
+    for buffer in model.buffers():
+        buffer.zero_()
     fill(model)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if args.fp8:
+        tensors = in_fp8(tensors)
+        model.config.quantization_config = FP8
     save_file(tensors, path / SHARD, metadata={"format": "pt"})
     size = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(tensors, SHARD)}
@@ -159,6 +172,18 @@ def write_backbone(args: argparse.Namespace, path: Path) -> tuple[list[int], Sha
     return [number for number, *_ in found], Shape(
         "large", found[0][2][0], config.num_experts_per_tok, *found[0][2][1:]
     )
+
+
+def in_fp8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The linear weights of decoder layers in FP8 blocks, as DeepSeek-V3 is released."""
+    found = {}
+    for name, tensor in tensors.items():
+        if not (".layers." in name and "_proj" in name and name.endswith(".weight")):
+            found[name] = tensor
+            continue
+        found[name] = (tensor / FP8_SCALE).clamp(-448, 448).to(torch.float8_e4m3fn)
+        found[f"{name}_scale_inv"] = torch.full([-(-size // 128) for size in tensor.shape], FP8_SCALE)
+    return found
 
 
 def write_data(args: argparse.Namespace, path: Path) -> None:
@@ -240,11 +265,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line, or those given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, required=True, help="for checkpoint, data and adapter: 20 GB for k4")
-    for name, value in (("layers", 48), ("experts", 128), ("top-k", 8), ("hidden-size", 2048)):
+    for name, value in (("layers", 48), ("experts", None), ("top-k", 8), ("hidden-size", 2048)):
         parser.add_argument(f"--{name}", type=int, default=value)
     for name, value in (("intermediate-size", 768), ("vocabulary", 151936), ("cutoff", 2048), ("batch", 1)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--model", choices=MODELS, default="qwen3-30b-a3b")
+    parser.add_argument("--fp8", action="store_true", help="weights around the experts in FP8 blocks")
     parser.add_argument("--micro-batches", type=int, default=1, help="of a step")
     parser.add_argument("--setting", action="append", default=[], help="of kt_config, as 'cuda_graphs: false'")
     parser.add_argument("--factory", action="append", default=[], help="of LLaMA-Factory, as 'stage: pt'")
