@@ -32,10 +32,14 @@ __all__ = ["no_calibration"]
 
 pytestmark = pytest.mark.usefixtures("no_calibration")
 GIB = 1 << 30
-CPU = device_of(torch.device("cpu"))
 SAID = (
     "CUDA out of memory. Tried to allocate 3.50 GiB. GPU 0 has a total capacity of 22.00 GiB of which 1.00 GiB is free."
 )
+
+
+def cpu() -> Device:
+    """The one that is in use now: other tests make `device_of` forget its devices."""
+    return device_of(torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +47,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CPU's torch does a GPU's part, without a limit after the test."""
     monkeypatch.setenv("KTFT_EMULATE_GPU", "1")
     yield
-    CPU.hold_to(None)
+    cpu().hold_to(None)
 
 
 # --- the limit --------------------------------------------------------------------------------------------------------
@@ -116,7 +120,7 @@ def test_a_limit_that_cannot_be_is_refused_before_loading(
         return str(caught.value)
 
     assert "need 0.3 MiB of it" in (said := refused("1K")) and "dense_placement: host" in said
-    assert CPU.free_bytes() is None
+    assert cpu().free_bytes() is None
     monkeypatch.setattr(Device, "total_bytes", lambda self: 2 * GIB)
     assert "gpu_memory is 3.0 GiB, but cpu has 2.0 GiB; lower it" in refused("3G")
     assert "need 600.3 MiB of it" in refused("500M")
@@ -124,9 +128,9 @@ def test_a_limit_that_cannot_be_is_refused_before_loading(
 
 def test_a_model_brings_its_limit(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs.adapted(base, settings={"gpu_memory": "2G"})
-    assert CPU.free_bytes() == (2 * GIB, 2 * GIB)
+    assert cpu().free_bytes() == (2 * GIB, 2 * GIB)
     runs.adapted(base)
-    assert CPU.free_bytes() is None
+    assert cpu().free_bytes() is None
     monkeypatch.delenv("KTFT_EMULATE_GPU")
     monkeypatch.setattr(gpu_memory_module, "accelerator", lambda: None)
     hold_gpu_memory(1, weights=GIB)  # there is nothing to hold

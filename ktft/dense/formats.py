@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from ktft.formats import FORMAT_TRAITS
 from ktft.native.packed import PACKED_FORMATS, SCALE_BLOCK, TILE_ROWS, PackedMatrix
 
 PLAIN = "bf16"
@@ -27,10 +28,8 @@ def stays(out_features: int, num_experts: int) -> bool:
 
 
 def head_format(format: str) -> str:
-    """The format of the output layer. No model is released with it in FP8, so `fp8`, which keeps what is released,
-    leaves it as it is.
-    """
-    return PLAIN if format == "fp8" else format
+    """The format of the output layer: a format that keeps what is released leaves it as it is."""
+    return PLAIN if FORMAT_TRAITS[format].released else format
 
 
 def layout(format: str, out_features: int, in_features: int) -> tuple[PackedMatrix, int]:

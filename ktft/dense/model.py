@@ -104,7 +104,7 @@ class DenseWeights:
 def _arguments(weight: Encoded) -> dict[str, Any]:
     """What `pack_dense` takes. transformers hands over E4M3 codes widened to a floating-point type."""
     given = weight.load_arguments()
-    if weight.native_format == "fp8":
+    if weight.scales is not None and weight.values.dtype.is_floating_point:
         given["weight"] = weight.values.to(torch.float8_e4m3fn)
     return {name: each.cpu() if isinstance(each, Tensor) else each for name, each in given.items()}
 

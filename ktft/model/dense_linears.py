@@ -13,6 +13,7 @@ from ktft.checkpoint.schemes import PLAIN_SCHEME, Fp8
 from ktft.config import Settings
 from ktft.dense.formats import PLAIN
 from ktft.dense.model import DenseWeights, linears
+from ktft.formats import FORMAT_TRAITS
 from ktft.model.backbone import Backbone
 from ktft.model.dense_memory import GPU, WEIGHTS_SHARE, DenseChoice, loaded_choice, released_format
 from ktft.model.experts import KtftExperts, decoder_lists
@@ -69,7 +70,7 @@ def dense_weights(
 
     def may_change(name: str) -> bool:
         stored = backbone.stored(f"{name}.weight")
-        as_released = format == "fp8" and isinstance(backbone.checkpoint.scheme, Fp8)
+        as_released = FORMAT_TRAITS[format].released and isinstance(backbone.checkpoint.scheme, Fp8)
         return stored is not None and not (as_released and stored[0] is PLAIN_SCHEME and not on_host)
 
     layers = [

@@ -103,7 +103,7 @@ def _obstacle(model: nn.Module, layer: nn.Module, args: TrainingArguments) -> st
     adapted = any(isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper) for each in layer.modules())
     reasons = (
         (adapted or any(each.requires_grad for each in layer.parameters()), "the output layer is trained"),
-        (is_divided(model), "FSDP2 divides the model"),
+        (is_divided(model), "the model is divided by FSDP2"),
         (tp_size_of(model) > 1, "the attention is tensor parallel"),
         (bool(args.torch_compile), "torch_compile is on"),
         (_has_liger(model, args), "Liger's kernels compute it"),
