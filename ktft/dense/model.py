@@ -43,7 +43,7 @@ class DenseWeights:
         on_host: bool,
         runtime: Runtime,
     ) -> None:
-        self._runtime, self._on_host = runtime, on_host
+        self._runtime = runtime
         self.modules: dict[str, PackedLinear] = {}
         self._layers: list[list[PackedLinear]] = []
         for names in layers:

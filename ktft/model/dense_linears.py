@@ -71,7 +71,7 @@ def dense_weights(
     def may_change(name: str) -> bool:
         stored = backbone.stored(f"{name}.weight")
         as_released = FORMAT_TRAITS[format].released and isinstance(backbone.checkpoint.scheme, Fp8)
-        return stored is not None and not (as_released and stored[0] is PLAIN_SCHEME and not on_host)
+        return stored is not None and not (as_released and stored[0] is PLAIN_SCHEME)
 
     layers = [
         [each for each in linears(layer, f"{name}.{number}", routed) if may_change(each)]
