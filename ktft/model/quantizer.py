@@ -214,14 +214,11 @@ class KtftHfQuantizer(HfQuantizer):
         for module in find_experts(model).values():
             module.tp_size = tp_size
         check_memory(model, self._plan, given.reserve_bytes, kwargs.get("device_map"))
-        if self._plan.backbone.dense is not None:
-            if tp_size > 1 or is_fsdp_enabled():
-                raise ValueError(
-                    f"dense_format {given.dense_format!r} and dense_placement {given.dense_placement!r} do not work "
-                    "with tensor parallelism or FSDP, which divide weights; leave both out of kt_config"
-                )
-            if _ASYNC_LOAD not in os.environ:  # threads would read weights to the GPU faster than they are packed
-                os.environ[_ASYNC_LOAD], self._reads_alone = "1", True
+        if self._plan.backbone.dense is not None and (tp_size > 1 or is_fsdp_enabled()):
+            raise ValueError(
+                f"dense_format {given.dense_format!r} and dense_placement {given.dense_placement!r} do not work "
+                "with tensor parallelism or FSDP, which divide weights; leave both out of kt_config"
+            )
         hold_gpu_memory(given.settings.gpu_memory, dense_bytes_of(model, self._plan))
         if self._plan.backbone.conversions():
             if tp_size > 1:
@@ -230,6 +227,9 @@ class KtftHfQuantizer(HfQuantizer):
                     "from their scales; give a checkpoint in bf16, or leave distributed_config out"
                 )
             self.pre_quantized = True  # otherwise transformers casts integers and scales to the model's dtype
+        # Threads would read weights to the GPU faster than they are packed. Last, because what comes before may refuse
+        if self._plan.backbone.dense is not None and _ASYNC_LOAD not in os.environ:
+            os.environ[_ASYNC_LOAD], self._reads_alone = "1", True
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Whether what is read has another shape than the model's weight: its packed bytes."""
