@@ -3,8 +3,9 @@
     python tests/scripts/cuda_dense.py [--shape E,k,H,I] [--layers 2] [--tokens 2048] [--micro-batches 8] ...
 
 The model is that of `ktft bench step`; its linear layers are packed here, so that experts, LoRA and tokens are the same
-in all cases. First the losses of the packed layers are compared with those of ordinary layers with the decoded weights:
-they must be equal, recorded or not.
+in all cases. First the losses and gradients of the packed layers are compared with those of ordinary layers with the
+decoded weights: losses must be equal, recorded or not. Kernels that add in an order of their own may change gradients
+by themselves, so the ordinary layers' gradients are compared with each other as well.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ktft.dense.stream import DenseStream
 from ktft.native.dense import pack_dense
 
 Layers = dict[str, nn.Linear]
+Gradients = dict[str, Tensor]
 
 
 def base_layers(model: nn.Module) -> Layers:
@@ -70,19 +72,27 @@ def use(model: nn.Module, layers: Layers) -> None:
         model.get_submodule(name).base_layer = linear
 
 
-def losses(runner: Ktft, tokens: int, steps: int, recorded: bool) -> list[float]:
-    """Of steps without an update, on the same tokens."""
+def losses(runner: Ktft, tokens: int, steps: int, recorded: bool) -> tuple[list[float], Gradients]:
+    """Of steps without an update, on the same tokens; and the last one's gradients."""
     runner.by_layer = runner.order.recorder.on = recorded
-    found = []
+    found, gradients = [], {}
     for _ in range(steps):
         torch.manual_seed(7)
         batches = [torch.randint(1000, (1, tokens), device=runner.device) for _ in range(runner.job.micro_batches)]
         runner.order.recorder.begin()
         found.append(float(runner.accumulate(batches)))
+        named = runner.model.named_parameters()
+        gradients = {name: p.grad.detach().float().cpu() for name, p in named if p.grad is not None}
         runner.optimizer.zero_grad()
         if runner.lanes is not None:
             runner.lanes.end_step()
-    return found
+    return found, gradients
+
+
+def difference(one: Gradients, other: Gradients) -> float:
+    """The largest difference of a gradient, relative to its norm."""
+    assert one.keys() == other.keys() and one
+    return max(float((a - other[name]).norm() / a.norm().clamp_min(1e-30)) for name, a in one.items())
 
 
 def decoded(layers: Layers) -> Layers:
@@ -109,13 +119,20 @@ def main() -> None:
         cases[name] = plain if name == "bf16" else packed_layers(plain, format, place == "host")
     size: Tensor = torch.tensor(sum(each.weight.nbytes for each in plain.values()))
     print(f"{len(plain)} linear layers, {float(size) / 1e9:.2f} GB in bf16", flush=True)
+    for _ in range(2):  # without a step, LoRA's A matrices have gradients of zero
+        runner.step(args.tokens)
     for name, layers in cases.items():
         use(runner.model, decoded(layers))
-        expected = losses(runner, args.tokens, 1, False)
+        expected, reference = losses(runner, args.tokens, 1, False)
+        itself = difference(reference, losses(runner, args.tokens, 1, False)[1])
         use(runner.model, layers)
-        found = losses(runner, args.tokens, 4 if records else 1, records)
+        found, gradients = losses(runner, args.tokens, 4 if records else 1, records)
         off = max(abs(each / expected[0] - 1) for each in found)
-        print(f"{name:10} loss {found[-1]:.6f}, off by {off:.2e} from that of the decoded weights", flush=True)
+        print(
+            f"{name:10} loss {found[-1]:.6f}, off by {off:.2e} from that of the decoded weights, "
+            f"gradients by at most {difference(reference, gradients):.2e} (theirs by {itself:.2e} when repeated)",
+            flush=True,
+        )
     runner.by_layer = runner.order.recorder.on = records
     times: dict[str, list[Times]] = {name: [] for name in cases}
     for run in range(args.warm + args.runs):

@@ -19,6 +19,7 @@ import json
 import math
 import os
 import random
+import shutil
 import statistics
 import string
 import subprocess
@@ -42,10 +43,11 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
 from benchmarks.cases import Shape
-from benchmarks.step.models import DISTINCT, SkippedExperts, empty_model, fill, pack_some
+from benchmarks.step.models import DISTINCT, SCALE, SkippedExperts, empty_model, fill, pack_some
 from ktft import native
 from ktft.checkpoint import cache
 from ktft.checkpoint.convert import check_space
+from ktft.checkpoint.families import Family
 from ktft.checkpoint.files import to_json, write_safetensors, write_whole
 from ktft.checkpoint.identity import identify
 from ktft.model.experts import expert_modules
@@ -76,6 +78,7 @@ TOKENIZER_SIZE = 320
 DATA = Path(__file__).parents[1] / "data"
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 FP8_SCALE = 2.0**-12
+LEFT_FREE = 2 << 30  # bytes of the disk, with --overflow: for data, adapter and what else is written
 
 
 @contextmanager
@@ -87,12 +90,14 @@ def part(name: str) -> Iterator[None]:
 
 def released(args: argparse.Namespace) -> Any:
     """A released model with `--layers` of its layers and, if given, `--experts` a layer, on the meta device."""
-    given: dict[str, Any] = {"num_hidden_layers": args.layers}
+    config = AutoConfig.from_pretrained(DATA / args.model)
+    config.num_hidden_layers = args.layers
+    if kinds := getattr(config, "layer_types", None):
+        config.layer_types = kinds[: args.layers]
     if args.experts is not None:
-        given["n_routed_experts"] = args.experts
-    config = AutoConfig.from_pretrained(DATA / args.model, **given)
+        name = "num_local_experts" if hasattr(config, "num_local_experts") else "n_routed_experts"
+        setattr(config, name, args.experts)
     vars(config).pop("quantization_config", None)
-    config._attn_implementation = "sdpa"
     with local_torch_dtype(torch.bfloat16), no_init_weights(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
@@ -104,7 +109,7 @@ def qwen(args: argparse.Namespace) -> Any:
         return empty_model(shape, args.layers, args.vocabulary)
 
 
-MODELS = {"qwen3-30b-a3b": qwen, "glm-4.5-air": released, "deepseek-v3": released}
+MODELS = {"qwen3-30b-a3b": qwen, "glm-4.5-air": released, "deepseek-v3": released, "gpt-oss-120b": released}
 
 
 def write_checkpoint(args: argparse.Namespace, path: Path) -> None:
@@ -112,13 +117,15 @@ def write_checkpoint(args: argparse.Namespace, path: Path) -> None:
     path.mkdir(parents=True)
     (path / "experts").mkdir()
     with part("weights around the experts"):
-        numbers, shape = write_backbone(args, path)
+        numbers, shape, family = write_backbone(args, path)
     layer = native.ExpertLayer(
         native.runtime(args.threads),
         num_experts=shape.num_experts,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
         format=args.format,
+        swiglu=family.swiglu,
+        biases=family.biases,
     )
     with part(f"packing {DISTINCT} experts"):
         packed = {place: tensor.numpy().data for place, tensor in pack_some(layer).items()}
@@ -127,15 +134,30 @@ def write_checkpoint(args: argparse.Namespace, path: Path) -> None:
     source = identify([path / SHARD])
     manifest = cache.Manifest(args.format, model_type, source, shapes, {}, cache.sha256(path / "config.json"))
     tensors = cache.layer_tensors(layer)
+    bias = (SCALE * torch.randn(max(shape.hidden_size, shape.intermediate_size))).numpy().data.cast("B")
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    size = nbytes * len(numbers)
+    there: set[int] = set()
+    if args.overflow is None:
+        check_space(path, size)
+    else:
+        (args.overflow / "experts").mkdir(parents=True)
+        room = shutil.disk_usage(path).free - LEFT_FREE
+        there = set(numbers[max(0, room // nbytes) :])
+        check_space(args.overflow, len(there) * nbytes)
 
     def write(number: int) -> None:
-        content = ([packed[expert % DISTINCT, name]] for expert, name in tensors.values())
+        content = (
+            [bias[: tensor.nbytes]] if tensor.name.endswith(cache.BIAS) else [packed[expert % DISTINCT, name]]
+            for tensor, (expert, name) in tensors.items()
+        )
         metadata = cache.layer_metadata(manifest, number, "0" * 64)
-        write_safetensors(path / cache.layer_file(number), list(tensors), metadata, content)
+        file = (args.overflow if number in there else path) / cache.layer_file(number)
+        write_safetensors(file, list(tensors), metadata, content)
+        if number in there:
+            (path / cache.layer_file(number)).symlink_to(file.resolve())
 
-    size = len(numbers) * sum(tensor.nbytes for tensor in tensors)
-    check_space(path, size)
-    with part(f"packed experts, {size / 1e9:.1f} GB"):
+    with part(f"packed experts, {size / 1e9:.1f} GB, {len(there)} layers of {len(numbers)} in --overflow"):
         with ThreadPoolExecutor(layer.runtime.threads) as pool:
             list(pool.map(write, numbers))
             names = (SHARD, *map(cache.layer_file, numbers))
@@ -143,11 +165,14 @@ def write_checkpoint(args: argparse.Namespace, path: Path) -> None:
         write_whole(path / cache.MANIFEST, to_json(replace(manifest, files=files).to_dict()))
 
 
-def write_backbone(args: argparse.Namespace, path: Path) -> tuple[list[int], Shape]:
-    """Write the weights other than the experts, and the tokenizer. Returns the layers with experts, and their sizes."""
+def write_backbone(args: argparse.Namespace, path: Path) -> tuple[list[int], Shape, Family]:
+    """Write the weights other than the experts, and the tokenizer. Returns the layers with experts, their sizes, and
+    the model's family.
+    """
     torch.manual_seed(0)
     model = MODELS[args.model](args)
-    found = expert_modules(model, family_of(model))
+    family = family_of(model)
+    found = expert_modules(model, family)
     for _, name, _ in found:
         model.set_submodule(name, SkippedExperts())
     model.to_empty(device="cpu")
@@ -169,9 +194,8 @@ def write_backbone(args: argparse.Namespace, path: Path) -> tuple[list[int], Sha
     config.eos_token_id, config.pad_token_id = tokens.eos_token_id, tokens.pad_token_id
     config.architectures, config.dtype = [type(model).__name__], torch.bfloat16
     config.save_pretrained(path)
-    return [number for number, *_ in found], Shape(
-        "large", found[0][2][0], config.num_experts_per_tok, *found[0][2][1:]
-    )
+    shape = Shape("large", found[0][2][0], config.num_experts_per_tok, *found[0][2][1:])
+    return [number for number, *_ in found], shape, family
 
 
 def in_fp8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -271,6 +295,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--model", choices=MODELS, default="qwen3-30b-a3b")
     parser.add_argument("--fp8", action="store_true", help="weights around the experts in FP8 blocks")
+    parser.add_argument("--overflow", type=Path, help="an empty directory for layers that --directory has no room for")
     parser.add_argument("--micro-batches", type=int, default=1, help="of a step")
     parser.add_argument("--setting", action="append", default=[], help="of kt_config, as 'cuda_graphs: false'")
     parser.add_argument("--factory", action="append", default=[], help="of LLaMA-Factory, as 'stage: pt'")
