@@ -198,7 +198,10 @@ def counts(job: Job, layer: int, tokens: int) -> list[int]:
 
 
 def fix_routing(model: nn.Module, job: Job, device: torch.device) -> None:
-    """Make each experts module take its indices from `index_table`. The router's weights are kept."""
+    """Make each experts module take its indices from `index_table`. The router's weights are kept.
+
+    Micro-batches that go through a layer together have the table of one of them, once each.
+    """
     modules = [module for name, module in model.named_modules() if name.endswith(".mlp.experts")]
     if len(modules) != job.layers:
         raise RuntimeError(f"{len(modules)} experts modules in {job.layers} layers")
@@ -211,6 +214,10 @@ def fix_routing(model: nn.Module, job: Job, device: torch.device) -> None:
 def _replace_indices(tables: dict[int, Tensor]) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
     def replace(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden_states, index, weights = arguments
-        return hidden_states, tables[len(hidden_states)].to(index.dtype), weights
+        rows = len(hidden_states)
+        if rows not in tables:
+            tokens = max(tokens for tokens in tables if rows % tokens == 0)
+            tables[rows] = tables[tokens].repeat(rows // tokens, 1)
+        return hidden_states, tables[rows].to(index.dtype), weights
 
     return replace
