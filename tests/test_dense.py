@@ -17,7 +17,7 @@ from runs import logged
 from safetensors.torch import load_file, save_file
 from tiny import write_checkpoint
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import AutoModelForCausalLM, Trainer
 
 import ktft
 from ktft import native
@@ -130,6 +130,22 @@ def test_products_have_the_gradients_of_a_linear_layer() -> None:
         assert torch.equal(module(x), stock(x)) and module(x).dtype == torch.bfloat16
     with pytest.raises(RuntimeError, match=r"input is torch.bfloat16, its weight decodes to torch.float32"):
         module(x.bfloat16())
+
+
+@pytest.mark.parametrize("settings", [{}, *PLACED])
+def test_no_more_gpu_memory_is_reserved_for_loading_than_weights_take(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    path, reserved = quantize(tiny_checkpoint("dsv3"), tmp_path, "fp8")[0], []
+
+    def count(model: Any, device_map: dict[str, Any], quantizer: Any) -> None:
+        parameters = {name: model.get_parameter_or_buffer(name) for name in device_map}
+        reserved.append(sum(quantizer.param_element_size(model, n, p) * p.numel() for n, p in parameters.items()))
+
+    monkeypatch.setattr("transformers.modeling_utils.caching_allocator_warmup", count)
+    config = ktft.KtftConfig(**settings)
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, device_map={"": "cpu"})
+    assert reserved == [sum(weight.nbytes for weight in model.state_dict().values())]
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

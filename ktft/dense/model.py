@@ -79,6 +79,11 @@ class DenseWeights:
             return packed.new_empty(0, device=device)
         return packed.to(device)
 
+    def device_bytes(self, name: str) -> int:
+        """Bytes that a module's weight takes on the device of the products."""
+        module = self.modules[name]
+        return 0 if id(module) in self._hosted else module.nbytes
+
     def finish(self) -> None:
         """Give the weights in host memory to a stream, once all have been packed."""
         if not self._layers:

@@ -156,6 +156,11 @@ class Backbone:
         """Whether this is the name of a weight that is packed, with or without the model's prefix."""
         return self._packed(name) is not None
 
+    def packed_bytes(self, name: str) -> int | None:
+        """Bytes of this packed weight on the device of the products; None if it is not packed."""
+        module = self._packed(name)
+        return None if module is None or self.dense is None else self.dense.device_bytes(module)
+
     def _packed(self, name: str) -> str | None:
         """The name of the module whose weight of this name is packed."""
         modules = () if self.dense is None else self.dense.modules

@@ -235,6 +235,11 @@ class KtftHfQuantizer(HfQuantizer):
         """Whether what is read has another shape than the model's weight: its packed bytes."""
         return self._plan is not None and self._plan.backbone.packs(param_name)
 
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
+        """Bytes of GPU memory that a value will take. transformers reserves so much before it reads weights."""
+        nbytes = None if self._plan is None else self._plan.backbone.packed_bytes(param_name)
+        return param.element_size() if nbytes is None else nbytes / param.numel()
+
     def get_weight_conversions(self) -> list[WeightConverter | WeightRenaming]:
         """The conversions that dequantize the weights around the experts."""
         return [] if self._plan is None else self._plan.backbone.conversions()

@@ -27,6 +27,8 @@ from ktft.checkpoint.encoded import Encoded
 from ktft.dense.formats import PLAIN
 from ktft.dense.linear import PackedLinear
 from ktft.dense.stream import DenseStream
+from ktft.model.layer_order import decoder_layers
+from ktft.model.recorder import LayerRecorder
 from ktft.native.dense import pack_dense
 
 Layers = dict[str, nn.Linear]
@@ -67,14 +69,20 @@ def packed_layers(plain: Layers, format: str, on_host: bool) -> Layers:
     return dict(made)
 
 
-def use(model: nn.Module, layers: Layers) -> None:
+def new_recorder(runner: Ktft, record: bool = True) -> LayerRecorder:
+    return LayerRecorder(list(decoder_layers(runner.model).values()), runner.order.lockstep, record)
+
+
+def use(runner: Ktft, layers: Layers, recorder: LayerRecorder | None = None) -> None:
+    """Make the model compute with these layers. Recordings are of the layers that they were made with."""
     for name, linear in layers.items():
-        model.get_submodule(name).base_layer = linear
+        runner.model.get_submodule(name).base_layer = linear
+    runner.order.recorder = recorder or new_recorder(runner, False)
+    runner.by_layer = runner.order.recorder.on
 
 
-def losses(runner: Ktft, tokens: int, steps: int, recorded: bool) -> tuple[list[float], Gradients]:
+def losses(runner: Ktft, tokens: int, steps: int) -> tuple[list[float], Gradients]:
     """Of steps without an update, on the same tokens; and the last one's gradients."""
-    runner.by_layer = runner.order.recorder.on = recorded
     found, gradients = [], {}
     for _ in range(steps):
         torch.manual_seed(7)
@@ -111,7 +119,6 @@ def main() -> None:
         micro_batches=args.micro_batches, order=ORDERS[0],
     )  # fmt: skip
     runner = Ktft(job)
-    records = runner.by_layer
     plain = base_layers(runner.model)
     cases: dict[str, Layers] = {}
     for name in args.cases.split(","):
@@ -121,23 +128,23 @@ def main() -> None:
     print(f"{len(plain)} linear layers, {float(size) / 1e9:.2f} GB in bf16", flush=True)
     for _ in range(2):  # without a step, LoRA's A matrices have gradients of zero
         runner.step(args.tokens)
+    recorders = {name: new_recorder(runner) for name in cases}
     for name, layers in cases.items():
-        use(runner.model, decoded(layers))
-        expected, reference = losses(runner, args.tokens, 1, False)
-        itself = difference(reference, losses(runner, args.tokens, 1, False)[1])
-        use(runner.model, layers)
-        found, gradients = losses(runner, args.tokens, 4 if records else 1, records)
+        use(runner, decoded(layers))
+        expected, reference = losses(runner, args.tokens, 1)
+        itself = difference(reference, losses(runner, args.tokens, 1)[1])
+        use(runner, layers, recorders[name])
+        found, gradients = losses(runner, args.tokens, 4)
         off = max(abs(each / expected[0] - 1) for each in found)
         print(
             f"{name:10} loss {found[-1]:.6f}, off by {off:.2e} from that of the decoded weights, "
             f"gradients by at most {difference(reference, gradients):.2e} (theirs by {itself:.2e} when repeated)",
             flush=True,
         )
-    runner.by_layer = runner.order.recorder.on = records
     times: dict[str, list[Times]] = {name: [] for name in cases}
     for run in range(args.warm + args.runs):
         for name, layers in cases.items():
-            use(runner.model, layers)
+            use(runner, layers, recorders[name])
             runner.step(args.tokens)
             step = runner.step(args.tokens)
             if run >= args.warm:
@@ -146,8 +153,7 @@ def main() -> None:
     for name, steps in times.items():
         middle = statistics.median(each.step for each in steps)
         ratio = statistics.median(each.step / b for each, b in zip(steps, base, strict=True)) if base else 1.0
-        vram = max(each.vram for each in steps) / 1e9
-        print(f"{name:10} step {1e3 * middle:9.2f} ms, {ratio:.3f} of bf16's, {vram:6.2f} GB of GPU memory", flush=True)
+        print(f"{name:10} step {1e3 * middle:9.2f} ms, {ratio:.3f} of bf16's", flush=True)
 
 
 if __name__ == "__main__":

@@ -175,7 +175,9 @@ def write_backbone(args: argparse.Namespace, path: Path) -> tuple[list[int], Sha
     found = expert_modules(model, family)
     for _, name, _ in found:
         model.set_submodule(name, SkippedExperts())
-    model.to_empty(device="cpu")
+    nbytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+    fits = torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > 2 * nbytes
+    model.to_empty(device="cuda" if fits else "cpu")
     for buffer in model.buffers():
         buffer.zero_()
     fill(model)
@@ -183,6 +185,7 @@ def write_backbone(args: argparse.Namespace, path: Path) -> tuple[list[int], Sha
     if args.fp8:
         tensors = in_fp8(tensors)
         model.config.quantization_config = FP8
+    tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
     save_file(tensors, path / SHARD, metadata={"format": "pt"})
     size = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(tensors, SHARD)}
@@ -194,6 +197,8 @@ def write_backbone(args: argparse.Namespace, path: Path) -> tuple[list[int], Sha
     config.eos_token_id, config.pad_token_id = tokens.eos_token_id, tokens.pad_token_id
     config.architectures, config.dtype = [type(model).__name__], torch.bfloat16
     config.save_pretrained(path)
+    del model
+    torch.cuda.empty_cache()  # nothing without a GPU
     shape = Shape("large", found[0][2][0], config.num_experts_per_tok, *found[0][2][1:])
     return [number for number, *_ in found], shape, family
 
