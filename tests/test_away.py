@@ -214,6 +214,7 @@ def test_it_goes_where_memory_is_short(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As much as fits stays; more micro-batches go together when what waits is away; the bits are those of all here."""
+    monkeypatch.setattr("ktft.train.step_order._coming", lambda trainer: 0)
     path, tokens = deep("dsv3"), 12
     here, there = waiting_bytes(64, LAYERS, 4, True), away_bytes(64, 4)
     logits = tokens * 320 * 16

@@ -83,7 +83,7 @@ def test_weights_in_host_memory_leave_two_layers_and_what_recordings_read(form: 
         for n in (0, 3)
     ]
     assert plain.transit - near.transit == 2 * kinds[0]
-    assert far.transit - plain.transit == kept.transit - near.transit == sum(kinds)
+    assert far.copies == kept.copies == sum(kinds) and plain.copies == near.copies == 0
 
 
 def test_a_tied_output_layer_stays_on_the_gpu_as_it_is() -> None:
@@ -168,7 +168,7 @@ def test_a_load_chooses_when_the_weights_do_not_fit(
     with caplog.at_level(logging.INFO, "ktft"):
         tight = fitting(roomy, model, files, int(1.2 * whole))
     need = dense_memory(shape, DenseChoice(tight.dense_format or "", tight.dense_placement), 2, recorded=False)
-    assert tight != roomy and need.gpu + need.transit <= 0.8 * 1.2 * whole
+    assert tight != roomy and need.gpu + need.transit + need.copies <= 0.8 * 1.2 * whole
     assert f"linear weights outside the routed experts are {tight.dense_format}" in caplog.text
     assert fitting(replace(roomy, dense_format="k4"), model, files, int(1.2 * whole)).dense_format == "k4"
 
@@ -187,7 +187,7 @@ EIGHT = Recipe(per_device_train_batch_size=1, gradient_accumulation_steps=8, cut
 
 
 def test_a_training_chooses_what_loading_is_told() -> None:
-    config, room = config_of("deepseek-v3"), Room(22 * GIB, 600 * GIB, 32, 1)
+    config, room = config_of("deepseek-v3"), Room(22 * GIB, 1000 * GIB, 32, 1)
     found = training_fit(config, EIGHT, room, released="fp8")
     assert found.fits and found.work.away
     assert found.work.dense.placement == HOST and found.work.dense.format in ("bf16", "fp8")
@@ -198,7 +198,7 @@ def test_a_training_chooses_what_loading_is_told() -> None:
     assert reserve["activations"] > found.work.together * 2048 * 7168 * (61 + 58) * 2
     alone = dense_choice(config, Settings(), None, room, released="fp8")
     assert alone == loaded_choice(shape_of(config)[0], Settings(), "fp8", 2, 22 * GIB)
-    without = Room(None, 600 * GIB, 32, 1)
+    without = Room(None, 1000 * GIB, 32, 1)
     assert dense_choice(config, Settings(), None, without) == DenseChoice("bf16", GPU)
     assert training_fit(config, EIGHT, without).work.dense == DenseChoice("bf16", GPU)
     assert "other weights" not in training_reserve(training_fit(config, EIGHT, without).need, gpu=False)
@@ -209,7 +209,7 @@ def test_no_host_memory_for_the_weights_takes_coarser_ones() -> None:
     config = config_of("glm-4.5")
     enough = training_fit(config, EIGHT, Room(24 * GIB, 600 * GIB, 32, 1))
     assert str(enough.work.dense) == "bf16 in host memory"
-    less = enough.need.ram_bytes - enough.need.ram["other weights"] // 2
+    less = enough.need.ram_bytes - enough.need.ram["other weights"]
     short = training_fit(config, EIGHT, Room(24 * GIB, less, 32, 1))
     assert short.fits and short.need.ram_bytes <= less
     assert short.work.dense.format != "bf16"
@@ -217,14 +217,15 @@ def test_no_host_memory_for_the_weights_takes_coarser_ones() -> None:
 
 def test_what_waits_is_in_host_memory_only_if_the_gpu_is_short() -> None:
     config = config_of("qwen3-30b-a3b")
-    near, far = (training_fit(config, EIGHT, Room(size * GIB, 200 * GIB, 16, 1)) for size in (48, 14))
+    near, far = (training_fit(config, EIGHT, Room(size * GIB, 200 * GIB, 16, 1)) for size in (48, 12))
     assert (near.work.away, far.work.away) == (False, True)
     assert near.work.together == far.work.together == 8
     assert "activations that wait" not in near.need.ram
     assert far.need.ram["activations that wait"] == 8 * 2048 * 2048 * (48 + 48) * 2
     one, eight = (far.need.vram["expert outputs"], far.need.vram["micro-batches together"])
     assert one == 3 * 2048 * 2048 * 2
-    assert eight == 7 * 2048 * 2048 * 2 * (2 * 3 + 40)
+    kept = 2 * (4096 + 512 + 512 + 4096) + 2 * (2 * 4096 + 4 * 2048)  # of linear layers; of attention, sums and norms
+    assert eight == 7 * 2048 * (2048 * 2 * 2 * 3 + kept + 4 * 2048 * 2)
 
 
 def test_a_loss_in_chunks_takes_no_more_for_more_tokens() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from commands import refused, run
 from given import Checkpoint
+from host_graphs import HostGraph, record_on_host
 from planning import DEEPSEEK, by_format, plan, recipe
 from safetensors import safe_open
 from tiny import FAMILIES, MORE_FAMILIES, make_config, write_checkpoint
@@ -60,6 +61,22 @@ def test_every_family_s_layers_can_be_timed(family: str) -> None:
     assert rate.forward > 0 and rate.backward > 0
     assert [name for name, _ in model.named_modules()] == before
     assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_layers_are_timed_as_they_are_played_back(can: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, model = shape_of(make_config("dsv3"))
+    work = Recipe(cutoff_len=16, lora_rank=4).workload(Recipe().adapters(shape, model), 2)
+    made = record_on_host(monkeypatch.setattr)
+    if not can:
+        monkeypatch.setattr(HostGraph, "__torch_dispatch__", cannot)
+    rate = backbone.timed_layers(model, shape, work, torch.device("cpu"))
+    assert rate.forward > 0 and rate.backward > 0
+    assert made and all((graph.replays > 0) == can for graph in made)
+
+
+def cannot(*_: object) -> None:
+    raise RuntimeError("operation not permitted when stream is capturing")
 
 
 @pytest.mark.parametrize("every", [0.0, 0.1])

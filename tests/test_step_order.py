@@ -6,21 +6,25 @@ import json
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import runs
 import torch
-from adapted import distance, randomize
+from adapted import distance, load, lora_config, randomize
 from given import Checkpoint
 from tiny import FAMILIES, MORE_FAMILIES
 from tiny_newer import SEE_IMAGES
 from torch import Tensor, nn
 from transformers import Trainer
 
+import ktft
+from ktft.config import LANE_BYTES
+from ktft.dense.linear import PackedLinear
 from ktft.model import lockstep
 from ktft.model.experts import find_experts
-from ktft.train.step_order import StepOrder
+from ktft.train.step_order import StepOrder, _coming, _token_bytes
 
 STEP = 4
 """Micro-batches in a step."""
@@ -205,3 +209,23 @@ def is_busy(thread: threading.Thread) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def test_room_is_left_for_what_the_first_step_takes(
+    tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients, moments, and memory for two layers of weights that are streamed; attention's scores where they are."""
+    monkeypatch.setenv("KTFT_EMULATE_GPU", "1")
+    model = ktft.get_peft_model(load(tiny_checkpoint("qwen3moe"), dense_placement="host"), lora_config())
+    run = SimpleNamespace(model=model, optimizer=SimpleNamespace(state={}))
+    (stream,) = {each.stream for each in model.modules() if isinstance(each, PackedLinear)}
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert stream.slot_bytes > 0 and _coming(run) == LANE_BYTES + stream.slot_bytes + 12 * trained
+    step = [{"input_ids": torch.ones(1, 7, dtype=torch.long)}, {"input_ids": torch.ones(1, 9, dtype=torch.long)}]
+    fused = _token_bytes(model, step)
+    model.config._attn_implementation = "eager"
+    heads = model.config.num_attention_heads
+    assert _token_bytes(model, step).waiting - fused.waiting == heads * 9 * 4 * model.config.num_hidden_layers
+    model(input_ids=torch.ones(1, 70, dtype=torch.long))
+    run.optimizer.state = {"a parameter": 0}
+    assert _coming(run) == 0

@@ -93,6 +93,11 @@ class PackedLinear(nn.Linear):
         """Whether the weight is copied from host memory each time that training comes to it."""
         return self._stream is not None
 
+    @property
+    def stream(self) -> DenseStream | None:
+        """What copies the weight then."""
+        return self._stream
+
     def take_host(self) -> Tensor:
         """The bytes in host memory, which the layer has no longer."""
         assert self.host is not None

@@ -120,6 +120,12 @@ def _changes(model: nn.Module, name: str, format: str) -> bool:
     return format != PLAIN and may_pack(like.out_features, like.in_features)
 
 
+def coming_bytes(model: nn.Module) -> int:
+    """Bytes of GPU memory that the first products with packed weights will take for good."""
+    modules = (module.stream for module in model.modules() if isinstance(module, PackedLinear))
+    return sum(stream.coming_bytes for stream in {each for each in modules if each is not None})
+
+
 def linears(block: nn.Module, prefix: str, routed: dict[str, int]) -> Iterator[str]:
     """The names of a decoder layer's linear layers that may be packed.
 

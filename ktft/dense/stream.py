@@ -60,6 +60,11 @@ class DenseStream:
         """Bytes of memory on the GPU."""
         return SLOTS * max((block.numel() for block in self._host), default=0)
 
+    @property
+    def coming_bytes(self) -> int:
+        """Bytes of memory on the GPU that the first use will take."""
+        return 0 if self._slots else self.slot_bytes
+
     def bytes_of(self, place: int, device: torch.device) -> Tensor:
         """The bytes of weight number `place`, on the device once its current stream has passed this point.
 

@@ -43,11 +43,11 @@ Place = tuple[list[Any], int]
 """An element of a list."""
 
 
-def away_bytes(hidden_size: int, value_bytes: int) -> int:
+def away_bytes(hidden_size: int, value_bytes: int, scores: int = 0) -> int:
     """Bytes of GPU memory that a token takes while its micro-batch waits for others, if what waits is in host memory:
     that of `LIVE` layers, and one layer with gradients. `ktft.model.memory.waiting_bytes` is the same without.
     """
-    return waiting_bytes(hidden_size, LIVE, value_bytes, True)
+    return waiting_bytes(hidden_size, LIVE, value_bytes, True, scores)
 
 
 def host_bytes(hidden_size: int, layers: int, value_bytes: int) -> int:

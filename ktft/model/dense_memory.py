@@ -45,6 +45,7 @@ class DenseMemory:
         gpu: what stays on the GPU; without a GPU, in memory.
         host: pinned host memory.
         transit: GPU memory for what is copied there, and for the largest matrix that is decoded for a product.
+        copies: GPU memory for the weights that recordings read.
         crossing: what is copied to the GPU in each pass through all layers.
         decoded: bf16 bytes that each micro-batch decodes in each such pass.
         head: those of the output layer, which are decoded for each part of the logits.
@@ -53,6 +54,7 @@ class DenseMemory:
     gpu: int
     host: int
     transit: int
+    copies: int
     crossing: int
     decoded: int
     head: int
@@ -85,13 +87,13 @@ def dense_memory(shape: ModelShape, choice: DenseChoice, value_bytes: int, *, re
     of_layers, of_kinds = sum(layers.values()), sorted(set(layers.values()), reverse=True)
     copies = sum(of_kinds[:RECORDED_COPIES]) if recorded else 0
     if choice.placement == GPU:
-        return DenseMemory(of_layers + head + rest, 0, copies + temporary, 0, *decoded)
+        return DenseMemory(of_layers + head + rest, 0, temporary, copies, 0, *decoded)
     embedding = shape.embedding * value_bytes  # looked up in host memory
-    copies += SLOTS * of_kinds[0]
     return DenseMemory(
         head + rest - embedding,
         of_layers + embedding,
-        copies + temporary,
+        SLOTS * of_kinds[0] + temporary,
+        copies,
         of_layers,
         *decoded,
     )
@@ -152,6 +154,6 @@ def loaded_choice(
 
     def fits(choice: DenseChoice) -> bool:
         need = dense_memory(shape, choice, value_bytes, recorded=settings.cuda_graphs)
-        return need.gpu + need.transit <= WEIGHTS_SHARE * settings.capped(gpu_bytes)
+        return need.gpu + need.transit + need.copies <= WEIGHTS_SHARE * settings.capped(gpu_bytes)
 
     return choose_dense(tiers, fits) or tiers[-1][-1]

@@ -7,8 +7,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ktft.model.away import HOST_SHARE, host_bytes
 from ktft.model.dense_memory import DenseChoice, Tiers, choose_dense
-from ktft.model.memory import Footprint, footprint, further_bytes, spare_bytes
+from ktft.model.memory import (
+    LATER_RAM,
+    RECORDINGS,
+    SPARE_SHARE,
+    Footprint,
+    footprint,
+    further_bytes,
+    loss_bytes,
+    score_work,
+    scores_of,
+    spare_bytes,
+    steady_bytes,
+    waiting_bytes,
+    waiting_layers,
+)
 from ktft.model.shape import ModelShape
 from ktft.model.workload import Workload
 
@@ -80,7 +95,7 @@ def _placed(shape: ModelShape, work: Workload, expert_format: str, room: Room, a
 
 
 def _grouped(shape: ModelShape, work: Workload, expert_format: str, room: Room, asked: int | str) -> Fit:
-    """As many micro-batches together as training would take."""
+    """As many micro-batches together as training would take (`ktft.train.step_order`)."""
     gpu = room.gpu_bytes is not None
 
     def need(together: int) -> Footprint:
@@ -88,15 +103,44 @@ def _grouped(shape: ModelShape, work: Workload, expert_format: str, room: Room, 
         return footprint(shape, step, expert_format, threads=room.threads, nodes=room.nodes, gpu=gpu)
 
     alone = need(1)
-    if asked == "auto":
-        each = further_bytes(shape, work)
-        if room.gpu_bytes is not None:
-            free = room.gpu_bytes - alone.vram_bytes - spare_bytes(alone.vram_bytes)
-        else:
-            free = (room.ram_bytes - alone.ram_bytes) // 2
-        count = max(1 + free // each, 1)
-    else:
+    if asked != "auto":
         count = int(asked)
-    count = min(count, work.accumulation)
+    elif room.gpu_bytes is None:
+        count = (room.ram_bytes - alone.ram_bytes) // 2 // further_bytes(shape, work, gpu=False) + 1
+    else:
+        count = _training_count(shape, work, room.gpu_bytes, alone)
+        if work.away:
+            begun = alone.ram_bytes - sum(alone.ram[name] for name in LATER_RAM)
+            host = host_bytes(shape.hidden_size, shape.layers, work.weight_bytes) * work.tokens
+            count = min(count, int((room.ram_bytes - begun) * HOST_SHARE) // host)
+    count = min(max(count, 1), work.accumulation)
     whole = need(count) if count > 1 else alone
-    return Fit(replace(work, together=count), whole, room.gpu_bytes is None or whole.vram_bytes <= room.gpu_bytes)
+    while asked == "auto" and count > 1 and room.gpu_bytes is not None and _required(whole) > room.gpu_bytes:
+        count, whole = count - 1, need(count - 1)
+    return _with_recordings(Fit(replace(work, together=count), whole, True), room.gpu_bytes)
+
+
+def _training_count(shape: ModelShape, work: Workload, gpu_bytes: int, alone: Footprint) -> int:
+    """How many micro-batches training lets go together, by the GPU memory that is free before the first step."""
+    steady = steady_bytes(alone)
+    once = max(loss_bytes(shape, work, gpu=True), score_work(shape.heads, work.batch, work.sequence, shape.eager))
+    free = gpu_bytes - steady - spare_bytes(steady) - once
+    layers = waiting_layers(shape.layers, work)
+    scores = scores_of(shape, work)
+    each = waiting_bytes(shape.hidden_size, layers, work.weight_bytes, work.checkpointing, scores)
+    return free // (each * work.tokens)
+
+
+def _with_recordings(made: Fit, gpu_bytes: int | None) -> Fit:
+    """The fit, with as many recordings as there is memory for beside what must stay free."""
+    if gpu_bytes is None:
+        return made
+    needed, wished = _required(made.need), made.need.vram.get(RECORDINGS, 0)
+    made_of_these = min(wished, max(int(gpu_bytes / (1 + SPARE_SHARE)) - needed, 0))
+    vram = made.need.vram | {RECORDINGS: made_of_these}
+    return replace(made, need=replace(made.need, vram=vram), fits=needed <= gpu_bytes)
+
+
+def _required(need: Footprint) -> int:
+    """The bytes of VRAM without which a step does not run."""
+    return need.vram_bytes - need.vram.get(RECORDINGS, 0)

@@ -8,7 +8,7 @@ fitted with tests/scripts/plan_accuracy.py.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,9 @@ _LOGIT_BYTES, _GPU_LOGIT_BYTES = {BF16: 14, FP32: 16}, 12
 # not as wide as keys (DeepSeek's attention): scores, mask, softmax and their gradients, all fp32. Backward keeps the
 # probabilities, and fp32 copies of queries, keys and values.
 _SCORE_BYTES, _PROBABILITY_BYTES = 29, 4
+# The same on a GPU, where only models without another attention compute scores, in bf16.
+_GPU_SCORE_BYTES = 14
+_LAYER_WORK = 1.5  # the most bytes of a layer at work on a GPU, for each that backward keeps of it
 _DECODED = 2.1  # bytes per streamed parameter on the GPU: bf16, with LoRA's columns
 _RETURNED_BLOCK = 32 << 20  # glibc's largest M_MMAP_THRESHOLD; larger blocks return to the system when freed
 
@@ -102,18 +105,42 @@ def expert_buffers(
     )
 
 
-_LAYER_TENSORS = 40  # of hidden_size values, which a token takes in a decoder layer with gradients
+_LAYER_TENSORS = 40  # of hidden_size values, which a token takes at most in a decoder layer with gradients
+_EXPERTS_TENSORS = 4  # of these, what the layer's experts get and return
 LIVE = 3
 """Layers of which something waits on the GPU if the rest waits in host memory: one at work, its neighbour on its way,
 and one to be freed.
 """
+LARGEST_RECORDED = 32 << 20
+"""The most bytes of a recorded layer's input: kernels that compute more keep a GPU busy while the host launches the
+next.
+"""
 
 
-def waiting_bytes(hidden_size: int, layers: int, value_bytes: int, checkpointing: bool) -> int:
-    """Bytes that a token takes while its micro-batch waits for others in the layers: each layer's input and the output
-    of its experts, and a layer with gradients, without checkpointing all of them.
+def score_bytes(heads: int, sequence: int, eager: bool) -> int:
+    """Bytes of a token's attention scores that backward keeps, in one layer. Fused attention keeps none."""
+    return heads * sequence * _PROBABILITY_BYTES if eager else 0
+
+
+def score_work(heads: int, batch: int, sequence: int, eager: bool) -> int:
+    """Bytes of GPU memory that scores take while one micro-batch's attention runs, beside what backward keeps."""
+    return batch * heads * sequence**2 * (_GPU_SCORE_BYTES - _PROBABILITY_BYTES) if eager else 0
+
+
+def waiting_bytes(hidden_size: int, layers: int, value_bytes: int, checkpointing: bool, scores: int = 0) -> int:
+    """The most bytes that a token takes while its micro-batch waits for others in the layers: each layer's input and
+    the output of its experts, and a layer with gradients, without checkpointing all of them.
+
+    Args:
+        scores: `score_bytes`.
     """
-    return hidden_size * value_bytes * (2 * layers + _LAYER_TENSORS if checkpointing else layers * _LAYER_TENSORS)
+    tensors = 2 * layers + _LAYER_TENSORS if checkpointing else layers * _LAYER_TENSORS
+    return hidden_size * value_bytes * tensors + scores * (1 if checkpointing else layers)
+
+
+def scores_of(shape: ModelShape, work: Workload) -> int:
+    """`score_bytes` of a step."""
+    return score_bytes(shape.heads, work.sequence, shape.eager)
 
 
 def waiting_layers(layers: int, work: Workload) -> int:
@@ -121,10 +148,32 @@ def waiting_layers(layers: int, work: Workload) -> int:
     return min(layers, LIVE) if work.away else layers
 
 
-def further_bytes(shape: ModelShape, work: Workload) -> int:
+def further_bytes(shape: ModelShape, work: Workload, *, gpu: bool) -> int:
     """What each micro-batch takes that goes through the layers together with a first one."""
-    layers = waiting_layers(shape.layers, work)
-    return work.tokens * waiting_bytes(shape.hidden_size, layers, work.weight_bytes, work.checkpointing)
+    layers, scores = waiting_layers(shape.layers, work), scores_of(shape, work)
+    if gpu and work.mixed and work.checkpointing:
+        inputs = shape.hidden_size * work.weight_bytes * 2 * layers
+        return int(work.tokens * (inputs + _sparse_layer(shape, work)))
+    return work.tokens * waiting_bytes(
+        shape.hidden_size, layers, work.weight_bytes, work.checkpointing, scores if gpu else 0
+    )
+
+
+def _sparse_layer(shape: ModelShape, work: Workload) -> float:
+    """Bytes per token that backward keeps of the largest layer with routed experts, of what is around them, and what
+    they get and return.
+    """
+    sparse = replace(shape, linears=tuple(each for each in shape.linears if each.layer in shape.moe))
+    experts = shape.hidden_size * BF16 * _EXPERTS_TENSORS
+    return _layer_kept(sparse, work) + experts + scores_of(shape, work)
+
+
+def recorded_bytes(shape: ModelShape, work: Workload) -> int:
+    """What recordings of layers take if all are made: each micro-batch of those that go together has its own."""
+    inputs = work.tokens * shape.hidden_size * BF16
+    if not (work.recorded and work.mixed) or inputs > LARGEST_RECORDED:
+        return 0
+    return int(work.together * work.tokens * _sparse_layer(shape, work))
 
 
 def loss_chunks(shape: ModelShape, work: Workload) -> int:
@@ -189,20 +238,25 @@ def torch_activations(shape: ModelShape, work: Workload, *, gpu: bool) -> int:
     """Peak bytes that torch holds in one forward and backward pass, on the device of the model's other weights."""
     stream = work.tokens * shape.hidden_size * work.weight_bytes
     layer = work.tokens * _layer_activations(shape, work)
-    fused = gpu or shape.qk_dim == shape.v_dim
+    fused = not shape.eager if gpu else shape.qk_dim == shape.v_dim
     every_score = 0 if fused else work.batch * shape.heads * work.sequence**2
-    copies = 0 if fused else work.tokens * shape.heads * (2 * shape.qk_dim + shape.v_dim) * FP32
+    score = _GPU_SCORE_BYTES if gpu else _SCORE_BYTES
+    copies = 0 if fused or gpu else work.tokens * shape.heads * (2 * shape.qk_dim + shape.v_dim) * FP32
     logits = loss_bytes(shape, work, gpu=gpu)
     if work.checkpointing:
-        scores = every_score * _SCORE_BYTES
-        layer = 2 * layer + copies
+        scores = every_score * score
+        layer = _LAYER_WORK * work.tokens * _layer_kept(shape, work) if gpu and work.mixed else 2 * layer + copies
         # malloc does not return these blocks: one layer's are still allocated when the logits are computed
         left = 0 if gpu else layer + (scores if every_score * FP32 < _RETURNED_BLOCK else 0)
         return int(waiting_layers(shape.layers, work) * stream + max(logits + left, layer + scores))
     if gpu and work.mixed:
         layer = work.tokens * _layer_kept(shape, work)
     kept = layer + copies + every_score * _PROBABILITY_BYTES
-    return int(shape.layers * kept + max(logits, every_score * (_SCORE_BYTES - _PROBABILITY_BYTES)))
+    return int(shape.layers * kept + max(logits, every_score * (score - _PROBABILITY_BYTES)))
+
+
+LATER_RAM = "its gradients and moments", "expert activations", "activations that wait"
+"""Parts of the RAM that are taken during the first step."""
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------
@@ -247,7 +301,7 @@ def footprint(
     ram["expert activations"] = retained + largest + io + (max(layer_grads) * FP32 if second else 0)
     place["activations"] = torch_activations(shape, work, gpu=gpu)
     if work.together > 1:
-        place["micro-batches together"] = (work.together - 1) * further_bytes(shape, work)
+        place["micro-batches together"] = (work.together - 1) * further_bytes(shape, work, gpu=gpu)
     if work.away:
         each = shape.layers * work.weight_bytes + len(shape.moe) * BF16
         ram["activations that wait"] = work.together * work.tokens * shape.hidden_size * each
@@ -257,9 +311,18 @@ def footprint(
         blocks = 0 if work.chunked_loss else work.tokens * shape.vocab_size * (work.weight_bytes + FP32)
         vram["fragments"] = int(vram["activations"] * VRAM_FRAGMENTS) + blocks
         vram |= lane_bytes(shape, work, sum(packed))
+        if recorded:
+            vram[RECORDINGS] = dense.copies + recorded_bytes(shape, work)
     return Footprint(packed, ram, vram)
 
 
+def steady_bytes(need: Footprint) -> int:
+    """Of the VRAM, what does not depend on the tokens of a step."""
+    return sum(need.vram.get(name, 0) for name in _STEADY)
+
+
+_STEADY = "cuda", "other weights", "other weights in use", "other LoRA, gradients, moments", "expert lanes"
+RECORDINGS = "recordings"
 LANE_PARTS = ("expert lanes", "resident experts", "expert outputs")
 
 

@@ -14,7 +14,7 @@ from ktft.device import device_of
 from ktft.model import collected
 from ktft.model.layer_kind import SharedWeights, Unlike, Weights
 from ktft.model.lockstep import Lockstep
-from ktft.model.memory import spare_bytes
+from ktft.model.memory import LARGEST_RECORDED, spare_bytes
 from ktft.model.recording import Recording, Second
 
 logger = logging.getLogger("ktft")
@@ -23,8 +23,6 @@ USES = 2
 """The use of a layer with inputs of one shape that is recorded; the ones before compile kernels and fill caches."""
 MOST = 32
 """The most recordings of one kind of layer: one for each shape of input and each micro-batch that goes with others."""
-LARGEST = 32 << 20
-"""The most bytes of a layer's input: kernels that compute more keep a GPU busy while the host launches the next."""
 _ROUNDING = 2.0**-5
 """By how much a layer's output may differ from that of a recording of its kind, relative to its norm."""
 
@@ -71,7 +69,12 @@ class LayerRecorder:
 
         `slot` is the number of the micro-batch among those that go together.
         """
-        if not self.on or layer in self._refused or (inputs := _shapes(given)) is None or _most_bytes(given) > LARGEST:
+        if (
+            not self.on
+            or layer in self._refused
+            or (inputs := _shapes(given)) is None
+            or _most_bytes(given) > LARGEST_RECORDED
+        ):
             return None
         try:
             weights, kind = self._kind(layer)

@@ -90,6 +90,7 @@ class ModelShape:
     heads: int  # of attention
     qk_dim: int  # the width of a head's queries and keys
     v_dim: int  # and of its values
+    eager: bool = False  # whether attention's scores are in memory, since the model has no fused attention
     embedding: int = 0  # elements of the embedding table; 0 if it is the output layer too
 
     @property
@@ -164,6 +165,7 @@ def read_shape(model: PreTrainedModel, moe: dict[int, MoeShape]) -> ModelShape:
         heads=heads,
         qk_dim=nope + rope if nope and rope else head_dim,
         v_dim=getattr(text, "v_head_dim", None) or head_dim,
+        eager=text._attn_implementation == "eager",
         embedding=0 if tied else table.numel(),
     )
 

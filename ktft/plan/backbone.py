@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
+from ktft.adapters.linear import shorten
 from ktft.device import ACCELERATORS, device_of
 from ktft.model.experts import KtftExperts
 from ktft.model.memory import torch_activations
+from ktft.model.norms import fuse_norms
+from ktft.model.rotary import fuse_rotary
 from ktft.model.shape import ModelShape
 from ktft.model.workload import FP32, Workload
 from ktft.plan.rates import LayerRate, affordable, medians, sizes_up_to
@@ -119,6 +122,10 @@ def _decoder(model: Any, number: int, work: Workload, device: torch.device) -> n
         for name, parameter in decoder.named_parameters():
             if ".lora_" in name:
                 parameter.data = parameter.data.float()
+    if device.type in ACCELERATORS:  # as training makes the layers
+        shorten(decoder)
+        fuse_norms(decoder)
+        fuse_rotary(decoder)
     return decoder.train()
 
 
@@ -139,17 +146,77 @@ def _time(
     dtype = torch.float32 if work.weight_bytes == FP32 else torch.bfloat16
     x = torch.randn(batch * work.sequence, hidden_size, device=device).to(dtype)
 
-    def once(tokens: int) -> tuple[float, float]:
-        inputs = x[:tokens].view(-1, min(tokens, work.sequence), hidden_size).requires_grad_()
-        with _clock(device) as forward, torch.autocast(device.type, torch.bfloat16, enabled=work.mixed):
-            y = decoder(inputs_embeds=inputs, use_cache=False).last_hidden_state
+    def layer_of(tokens: int) -> _Layer:
+        return _Layer(decoder, x[:tokens].view(-1, min(tokens, work.sequence), hidden_size), work)
+
+    def once(layer: _Layer) -> tuple[float, float]:
+        with _clock(device) as forward:
+            layer.forward()
         with _clock(device) as backward:
-            y.backward(torch.ones_like(y))
+            layer.backward()
         return forward[0], backward[0]
 
     sizes = dict.fromkeys([*sizes_up_to(work.sequence), batch * work.sequence])
-    tokens = affordable(sizes, lambda size: sum(once(size)))
-    return tokens, medians(lambda: once(tokens))
+    tokens = affordable(sizes, lambda size: sum(once(layer_of(size))))
+    layer = layer_of(tokens)
+    if work.recorded and device_of(device).records_graphs:
+        layer.record(lambda: once(layer))
+    return tokens, medians(lambda: once(layer))
+
+
+class _Layer:
+    """The only layer of a decoder, called as the decoder calls it, without what comes before and after.
+
+    Args:
+        x: the hidden states, `[batch, T, hidden_size]`.
+    """
+
+    def __init__(self, decoder: nn.Module, x: Tensor, work: Workload) -> None:
+        self._layer: Any = cast(Any, decoder).layers[0]
+        self._device, self._mixed = device_of(x.device), work.mixed
+        self._x, self._args, self._kwargs = x.requires_grad_(), (), dict[str, Any]()
+        hook = self._layer.register_forward_pre_hook(self._take, with_kwargs=True)
+        with self._autocast(), torch.no_grad():
+            decoder(inputs_embeds=x, use_cache=False)
+        hook.remove()
+        self._leaves = [x, *(each for each in self._layer.parameters() if each.requires_grad)]
+        self._graphs: list[Any] = []
+
+    def _take(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._args, self._kwargs = args[1:], {name: each for name, each in kwargs.items() if name != "hidden_states"}
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._x.device.type, torch.bfloat16, enabled=self._mixed, cache_enabled=False)
+
+    def forward(self) -> None:
+        if self._graphs:
+            self._graphs[0].replay()
+            return
+        with self._autocast():
+            out = self._layer(self._x, *self._args, **self._kwargs)
+        self._out: Tensor = out if isinstance(out, Tensor) else out[0]
+
+    def backward(self) -> None:
+        if self._graphs:
+            self._graphs[1].replay()
+            return
+        torch.autograd.grad(self._out, self._leaves, torch.ones_like(self._out), allow_unused=True)
+
+    def record(self, warm: Callable[[], object]) -> None:
+        """From now on, play both passes back, as training does. A layer that cannot be recorded stays as it is."""
+        warm()
+        graphs, pool = [], self._device.graph_pool()
+        for run in (self.forward, self.backward):
+            graphs.append(self._device.new_graph(pool))
+            graphs[-1].begin()
+            try:
+                run()
+            except RuntimeError:
+                with suppress(RuntimeError):
+                    graphs[-1].end()
+                return
+            graphs[-1].end()
+        self._graphs = graphs
 
 
 @contextmanager

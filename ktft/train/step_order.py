@@ -15,13 +15,16 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from ktft.config import LANE_BYTES
+from ktft.dense.model import coming_bytes
 from ktft.device import device_of
 from ktft.model.away import HOST_SHARE, away_bytes, host_bytes
 from ktft.model.experts import StepPlace, decoder_lists, find_experts
 from ktft.model.layer_order import LayerOrder, obstacle
 from ktft.model.lockstep import Lockstep
-from ktft.model.memory import SPARE_SHARE, spare_bytes, waiting_bytes
+from ktft.model.memory import SPARE_SHARE, score_bytes, score_work, spare_bytes, waiting_bytes
 from ktft.model.tensor_parallel import tp_size_of
+from ktft.model.workload import ADAM_STATES, FP32
 from ktft.ranks.group import Ranks
 from ktft.ranks.sharded import is_divided
 from ktft.system import available_memory, readable
@@ -153,8 +156,8 @@ class StepOrder:
 
     def _room(self, trainer: Any, most: int) -> int:
         """How many tokens may go together, by the memory that is free now. `most` is the most of one micro-batch."""
-        each, (room, is_gpu) = _token_bytes(trainer.model), _room_of(trainer.model)
-        room -= loss_room(trainer, most)
+        each, (room, is_gpu) = _token_bytes(trainer.model, self.step), _room_of(trainer)
+        room -= _once(trainer, self.step, most)
         fitting = room // each.waiting
         if is_gpu and each.host:
             by_host = int(available_memory() * HOST_SHARE) // each.host
@@ -168,8 +171,8 @@ class StepOrder:
         This is asked again only for more tokens than the memory that was left free then can hold.
         """
         assert self.layers is not None
-        each, (room, is_gpu) = _token_bytes(trainer.model), _room_of(trainer.model)
-        short = is_gpu and each.host > 0 and tokens * each.waiting + loss_room(trainer, most) > room
+        each, (room, is_gpu) = _token_bytes(trainer.model, self.step), _room_of(trainer)
+        short = is_gpu and each.host > 0 and tokens * each.waiting + _once(trainer, self.step, most) > room
         if self.ranks is not None:  # all ranks go layer by layer, or none
             short = any(other for (other,) in self.ranks.numbers(int(short)))
         away = self.layers.away
@@ -193,25 +196,58 @@ class _TokenBytes(NamedTuple):
     host: int
 
 
-def _token_bytes(model: Any) -> _TokenBytes:
+def _token_bytes(model: Any, step: Sequence[Any]) -> _TokenBytes:
     config = model.config.get_text_config()
+    longest = max((each.shape[-1] for batch in step for each in _ids_of(batch)), default=0)
+    scores = score_bytes(config.num_attention_heads, longest, _eager(config))
     layers = sum(len(model.get_submodule(name)) for name in decoder_lists(model))
     checkpointing = any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
     sizes = config.hidden_size, next(model.parameters()).element_size()
     return _TokenBytes(
-        waiting_bytes(sizes[0], layers, sizes[1], checkpointing),
-        away_bytes(*sizes),
+        waiting_bytes(sizes[0], layers, sizes[1], checkpointing, scores),
+        away_bytes(*sizes, scores),
         host_bytes(sizes[0], layers, sizes[1]) if checkpointing else 0,
     )
 
 
-def _room_of(model: nn.Module) -> tuple[int, bool]:
-    """The bytes that training may take beside what it has, and whether they are a GPU's."""
+def _once(trainer: Any, step: Sequence[Any], most: int) -> int:
+    """Bytes that one micro-batch after the other takes, of at most so many tokens: attention's scores, or the loss."""
+    config = trainer.model.config.get_text_config()
+    shapes = [(each.shape[:-1].numel(), each.shape[-1]) for batch in step for each in _ids_of(batch)]
+    scores = [score_work(config.num_attention_heads, *shape, _eager(config)) for shape in shapes]
+    return max(loss_room(trainer, most), *scores)
+
+
+def _eager(config: Any) -> bool:
+    return bool(config._attn_implementation == "eager")
+
+
+def _room_of(trainer: Any) -> tuple[int, bool]:
+    """The bytes that micro-batches may take beside what training has or will have, and whether they are a GPU's."""
+    model = trainer.model
     device = device_of(next(model.parameters()).device)
     free, reserved = device.free_bytes(), device.memory_reserved()
     if free is None:
         return available_memory() // 2, False
-    return free[0] + reserved - device.memory_allocated() - spare_bytes(reserved), True
+    coming = _coming(trainer)
+    return free[0] + reserved - device.memory_allocated() - spare_bytes(reserved + coming) - coming, True
+
+
+def _coming(trainer: Any) -> int:
+    """Bytes that the first step will take for good beside what depends on tokens: gradients, moments, and memory for
+    experts and other weights that are streamed.
+    """
+    model = trainer.model
+    lanes = next((each.laned.lanes for each in find_experts(model).values() if each.laned is not None), None)
+    streamed = LANE_BYTES if lanes is not None and lanes.running is None else 0
+    kind = next(model.parameters()).device.type
+    trained = 0 if trainer.optimizer.state else _elements(model, kind)
+    return streamed + coming_bytes(model) + trained * FP32 * (1 + ADAM_STATES)
+
+
+def _elements(model: nn.Module, kind: str) -> int:
+    """The trained elements on a kind of device."""
+    return sum(each.numel() for each in model.parameters() if each.requires_grad and each.device.type == kind)
 
 
 def _why_not(trainer: Any) -> str | None:
@@ -230,10 +266,15 @@ def _why_not(trainer: Any) -> str | None:
     return next((why for holds, why in reasons if holds), obstacle(model))
 
 
-def _tokens_of(batch: Any) -> int:
-    """The tokens of a micro-batch, padding included; of every sequence in it."""
+def _ids_of(batch: Any) -> list[Tensor]:
+    """The tokens of a micro-batch, padding included."""
     found = batch.items() if isinstance(batch, Mapping) else ()
-    return sum(each.numel() for name, each in found if str(name).endswith("input_ids") and isinstance(each, Tensor))
+    return [each for name, each in found if str(name).endswith("input_ids") and isinstance(each, Tensor)]
+
+
+def _tokens_of(batch: Any) -> int:
+    """How many tokens a micro-batch has, padding included; of every sequence in it."""
+    return sum(each.numel() for each in _ids_of(batch))
 
 
 def _tell(tokens: int, sizes: Sequence[int]) -> None:
