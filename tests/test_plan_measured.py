@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planning import GLM_AIR, QWEN_30B, by_format, plan, recipe
+from planning import CONFIGS, GLM_AIR, QWEN_30B, by_format, plan, recipe
+from transformers import AutoConfig
 
 from benchmarks.cases import Shape
 from benchmarks.step.models import make_config
 from ktft.config import Settings
+from ktft.model.dense_memory import DenseChoice
+from ktft.model.memory import footprint
 from ktft.model.shape import shape_of
 from ktft.plan import rates
 from ktft.plan.description import Description
@@ -100,6 +103,54 @@ def test_qwen3_30b_takes_what_was_measured(count: int, rate: float, recipe: Call
     assert told["micro_batches_together"] == count
     assert told["tokens_per_second"] == pytest.approx(rate, rel=0.2)
     assert (told["dense_format"], told["dense_placement"]) == ("bf16", "gpu")
+
+
+@pytest.mark.parametrize(
+    ("model", "experts", "count", "held", "rate", "bandwidth"),
+    [
+        ("deepseek-v3", 24, 8, "20.4G", 1545, "114G"),
+        ("glm-4.5-air", None, 4, "14.9G", 3453, "97G"),
+        ("gpt-oss-120b", None, 4, "14.9G", 2331, "90G"),
+    ],
+)
+def test_large_models_on_a_small_card_take_what_was_measured(
+    model: str, experts: int | None, count: int, held: str, rate: float, bandwidth: str, recipe: Callable[..., Path],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """An H200 of which a process may use a part: docs/guide/plan.md."""
+    config = json.loads((CONFIGS / model / "config.json").read_text())
+    if experts is not None:
+        config["n_routed_experts"] = experts
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    kt_config = {"expert_format": "k4", "gpu_memory": held}
+    path = recipe(cutoff_len=2048, bf16=True, gradient_accumulation_steps=count, kt_config=kt_config)
+    machine = ("--ram", "123G", "--gpu", "141G", "--cores", "16", "--bandwidth", bandwidth, "--pcie", "55G")
+    told = by_format(plan(tmp_path, path, *machine))["k4"]
+    assert told["micro_batches_together"] == count
+    assert told["tokens_per_second"] == pytest.approx(rate, rel=0.2)
+    assert (told["dense_format"], told["dense_placement"]) == ("bf16", "host")
+    if model == "deepseek-v3":
+        assert told["activations_away"] and told["ram_bytes"] == pytest.approx(104.6e9, rel=0.1)
+        tensors = told["vram_bytes"] - told["vram"]["cuda"] - told["vram"]["fragments"]
+        assert tensors == pytest.approx(16.4e9, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "together", "tensors"),
+    [("glm-4.5-air", 4, 6.43e9), ("gpt-oss-120b", 2, 9.47e9), ("deepseek-v3", 8, 14.44e9)],
+)
+def test_the_first_step_takes_the_gpu_memory_that_was_measured(model: str, together: int, tensors: float) -> None:
+    """Of these runs, before layers are recorded and residents come."""
+    config = AutoConfig.from_pretrained(CONFIGS / model)
+    if model == "deepseek-v3":
+        config.n_routed_experts = 24
+    shape, made = shape_of(config)
+    recipe = Recipe(per_device_train_batch_size=1, cutoff_len=2048, gradient_accumulation_steps=together, bf16=True)
+    work = recipe.workload(recipe.adapters(shape, made), 2)
+    work = replace(work, dense=DenseChoice("bf16", "host"), away=True, together=together)
+    vram = footprint(shape, work, "k4", threads=14, nodes=1, gpu=True).vram
+    found = sum(size for name, size in vram.items() if name not in ("cuda", "fragments", "recordings"))
+    assert found == pytest.approx(tensors, rel=0.1)
 
 
 def test_glm_air_on_two_gpus_takes_what_was_measured(

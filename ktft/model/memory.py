@@ -39,7 +39,7 @@ _LOGIT_BYTES, _GPU_LOGIT_BYTES = {BF16: 14, FP32: 16}, 12
 # probabilities, and fp32 copies of queries, keys and values.
 _SCORE_BYTES, _PROBABILITY_BYTES = 29, 4
 # The same on a GPU, where only models without another attention compute scores, in bf16.
-_GPU_SCORE_BYTES = 14
+_GPU_SCORE_BYTES = 18
 _LAYER_WORK = 1.5  # the most bytes of a layer at work on a GPU, for each that backward keeps of it
 _DECODED = 2.1  # bytes per streamed parameter on the GPU: bf16, with LoRA's columns
 _RETURNED_BLOCK = 32 << 20  # glibc's largest M_MMAP_THRESHOLD; larger blocks return to the system when freed

@@ -180,6 +180,7 @@ class _Layer:
             decoder(inputs_embeds=x, use_cache=False)
         hook.remove()
         self._leaves = [x, *(each for each in self._layer.parameters() if each.requires_grad)]
+        self._out: Tensor | None = None
         self._graphs: list[Any] = []
 
     def _take(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -194,13 +195,15 @@ class _Layer:
             return
         with self._autocast():
             out = self._layer(self._x, *self._args, **self._kwargs)
-        self._out: Tensor = out if isinstance(out, Tensor) else out[0]
+        self._out = out if isinstance(out, Tensor) else out[0]
 
     def backward(self) -> None:
         if self._graphs:
             self._graphs[1].replay()
             return
-        torch.autograd.grad(self._out, self._leaves, torch.ones_like(self._out), allow_unused=True)
+        out, self._out = self._out, None  # what stays of a pass knows its stream, and a recording has its own
+        assert out is not None
+        torch.autograd.grad(out, self._leaves, torch.ones_like(out), allow_unused=True)
 
     def record(self, warm: Callable[[], object]) -> None:
         """From now on, play both passes back, as training does. A layer that cannot be recorded stays as it is."""

@@ -33,6 +33,8 @@ HEAD_DECODES = (
 )
 STEP_SECONDS = 0.01  # Trainer and data loader
 ATTENTION_SHARES = {"cpu": 0.3, "gpu": 0.7}  # of the linear layers' rate that attention's products reach
+# Bytes of GPU memory that go by for each score of attention that is not fused, forward and backward.
+SCORE_TRAFFIC = (60, 120)
 # An optimizer step moves 40 bytes for each fp32 LoRA parameter: gradient norm 4, clipping 8, Adam 28. It takes as long
 # as reading this many, because the memory reads and writes at once.
 OPTIMIZER_BYTES = 36
@@ -199,7 +201,10 @@ def _layers(shape: ModelShape, work: Workload, machine: Machine, rate: TorchRate
     forward, backward = (2.0 * tokens * (inside + each * attention) / flops[each - 1] for each in (1, 2))
     if gpu:
         adapters = sum(a.in_features * a.out_features for a in work.elsewhere()) * 2 / gpu.bandwidth
-        forward, backward = forward + adapters, backward + adapters
+        scores = shape.layers * work.batch * shape.heads * work.sequence**2 / gpu.bandwidth if shape.eager else 0.0
+        forward, backward = (
+            each + adapters + scores * traffic for each, traffic in zip((forward, backward), SCORE_TRAFFIC, strict=True)
+        )
         if work.recorded:
             first, second = (shape.layers * each for each in RECORDED_SECONDS)
             return LayerRate(first + forward, second + backward)

@@ -158,11 +158,15 @@ class StepOrder:
         """How many tokens may go together, by the memory that is free now. `most` is the most of one micro-batch."""
         each, (room, is_gpu) = _token_bytes(trainer.model, self.step), _room_of(trainer)
         room -= _once(trainer, self.step, most)
-        fitting = room // each.waiting
+        fitting, host = room // each.waiting, int(available_memory() * HOST_SHARE)
         if is_gpu and each.host:
-            by_host = int(available_memory() * HOST_SHARE) // each.host
-            fitting = max(fitting, min(room // each.away, by_host))
+            fitting = max(fitting, min(room // each.away, host // each.host))
         fitting = max(fitting, most)
+        if is_gpu and fitting < sum(map(_tokens_of, self.step)):
+            _logger.info(
+                "not all micro-batches of a step can wait for each other in %s of GPU memory and %s of host memory",
+                readable(max(room, 0)), readable(host),
+            )  # fmt: skip
         return fitting if self.ranks is None else min(fit for (fit,) in self.ranks.numbers(fitting))
 
     def _choose_place(self, trainer: Any, most: int, tokens: int) -> None:
@@ -229,8 +233,8 @@ def _room_of(trainer: Any) -> tuple[int, bool]:
     free, reserved = device.free_bytes(), device.memory_reserved()
     if free is None:
         return available_memory() // 2, False
-    coming = _coming(trainer)
-    return free[0] + reserved - device.memory_allocated() - spare_bytes(reserved + coming) - coming, True
+    steady = device.memory_allocated() + _coming(trainer)
+    return free[0] + reserved - steady - spare_bytes(steady), True
 
 
 def _coming(trainer: Any) -> int:
