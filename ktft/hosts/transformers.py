@@ -178,6 +178,13 @@ RMS_NORM = Patch(
     "On a GPU the norm takes one kernel. transformers replaces this module only by one of the package kernels.",
     on_instances=True,
 )
+SINKS = Patch(
+    MODELING,
+    "eager_attention_forward",
+    "ktft.model.sinks:attend",
+    "On a GPU attention with sinks keeps no scores. transformers has no fused function for it that needs no download. "
+    "Installed for the code of a model when its experts are made.",
+)
 SHARED_EXPERTS = Patch(
     f"{MODELING}.*MLP",
     "forward",
@@ -220,5 +227,5 @@ OUTPUT_LAYER = Patch(
     "A forward hook gets the output when it is there.",
     on_instances=True,
 )
-OTHERS = (ROTARY, RMS_NORM, SHARED_EXPERTS, OUTPUT_DIR, PUSH, ON_SAVE, STATE_DICT, OUTPUT_LAYER)
+OTHERS = (ROTARY, RMS_NORM, SINKS, SHARED_EXPERTS, OUTPUT_DIR, PUSH, ON_SAVE, STATE_DICT, OUTPUT_LAYER)
 """Put on the code of a model, or on single objects."""

@@ -34,6 +34,7 @@ from ktft.model.norms import fuse_norms
 from ktft.model.rotary import fuse_rotary
 from ktft.model.shared import shared_ahead
 from ktft.model.shortage import PACKED, WEIGHTS, require_memory
+from ktft.model.sinks import fuse_sinks
 from ktft.ranks.cores import keep_to_own_cores
 from ktft.ranks.launch import Launch
 from ktft.ranks.watch import begin
@@ -191,6 +192,7 @@ def swap_experts(
     if lanes is not None:
         fuse_norms(model)
         fuse_rotary(model)
+        fuse_sinks(model)
     return experts
 
 

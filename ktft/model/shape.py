@@ -14,6 +14,7 @@ from ktft.held import HeldExperts
 from ktft.model.experts import KtftExperts, expert_modules, layer_of
 from ktft.model.generic import family_of
 from ktft.model.meta import meta_model
+from ktft.model.sinks import keeps_scores
 from ktft.swiglu import projections
 
 # The config keys, across families, for the number of experts that a token is routed to.
@@ -165,7 +166,7 @@ def read_shape(model: PreTrainedModel, moe: dict[int, MoeShape]) -> ModelShape:
         heads=heads,
         qk_dim=nope + rope if nope and rope else head_dim,
         v_dim=getattr(text, "v_head_dim", None) or head_dim,
-        eager=text._attn_implementation == "eager",
+        eager=keeps_scores(model),
         embedding=0 if tied else table.numel(),
     )
 

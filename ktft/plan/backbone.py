@@ -20,6 +20,7 @@ from ktft.model.memory import torch_activations
 from ktft.model.norms import fuse_norms
 from ktft.model.rotary import fuse_rotary
 from ktft.model.shape import ModelShape
+from ktft.model.sinks import fuse_sinks
 from ktft.model.workload import FP32, Workload
 from ktft.plan.rates import LayerRate, affordable, medians, sizes_up_to
 from ktft.system import available_memory, readable
@@ -126,6 +127,7 @@ def _decoder(model: Any, number: int, work: Workload, device: torch.device) -> n
         shorten(decoder)
         fuse_norms(decoder)
         fuse_rotary(decoder)
+        fuse_sinks(decoder)
     return decoder.train()
 
 

@@ -23,6 +23,7 @@ from ktft.model.experts import StepPlace, decoder_lists, find_experts
 from ktft.model.layer_order import LayerOrder, obstacle
 from ktft.model.lockstep import Lockstep
 from ktft.model.memory import SPARE_SHARE, score_bytes, score_work, spare_bytes, waiting_bytes
+from ktft.model.sinks import keeps_scores
 from ktft.model.tensor_parallel import tp_size_of
 from ktft.model.workload import ADAM_STATES, FP32
 from ktft.ranks.group import Ranks
@@ -203,7 +204,7 @@ class _TokenBytes(NamedTuple):
 def _token_bytes(model: Any, step: Sequence[Any]) -> _TokenBytes:
     config = model.config.get_text_config()
     longest = max((each.shape[-1] for batch in step for each in _ids_of(batch)), default=0)
-    scores = score_bytes(config.num_attention_heads, longest, _eager(config))
+    scores = score_bytes(config.num_attention_heads, longest, keeps_scores(model))
     layers = sum(len(model.get_submodule(name)) for name in decoder_lists(model))
     checkpointing = any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
     sizes = config.hidden_size, next(model.parameters()).element_size()
@@ -218,12 +219,9 @@ def _once(trainer: Any, step: Sequence[Any], most: int) -> int:
     """Bytes that one micro-batch after the other takes, of at most so many tokens: attention's scores, or the loss."""
     config = trainer.model.config.get_text_config()
     shapes = [(each.shape[:-1].numel(), each.shape[-1]) for batch in step for each in _ids_of(batch)]
-    scores = [score_work(config.num_attention_heads, *shape, _eager(config)) for shape in shapes]
+    eager = keeps_scores(trainer.model)
+    scores = [score_work(config.num_attention_heads, *shape, eager) for shape in shapes]
     return max(loss_room(trainer, most), *scores)
-
-
-def _eager(config: Any) -> bool:
-    return bool(config._attn_implementation == "eager")
 
 
 def _room_of(trainer: Any) -> tuple[int, bool]:
