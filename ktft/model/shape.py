@@ -111,6 +111,14 @@ def top_k_of(config: Any) -> int:
     raise ValueError(f"config.json of {config.model_type} has none of {', '.join(TOP_K_KEYS)}")
 
 
+def heads_of(config: Any) -> int:
+    """The most attention heads that a layer of a text model has."""
+    try:
+        return int(config.num_attention_heads)
+    except RuntimeError:  # transformers 5.17 and later say so if layers differ
+        return max(int(each.num_attention_heads) for each in config.per_layer_config)
+
+
 def empty_experts(
     model: PreTrainedModel, family: Family, part: tuple[int, int] | None = None, ranks: int = 1
 ) -> dict[int, MoeShape]:
@@ -134,7 +142,7 @@ def empty_experts(
 def read_shape(model: PreTrainedModel, moe: dict[int, MoeShape]) -> ModelShape:
     """The shape of a model whose parameters no longer include the routed experts."""
     text = model.config.get_text_config()
-    heads = text.num_attention_heads
+    heads = heads_of(text)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     nope, rope = getattr(text, "qk_nope_head_dim", None), getattr(text, "qk_rope_head_dim", None)
     text_only, output = text is model.config, model.get_output_embeddings()

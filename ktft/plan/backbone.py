@@ -103,7 +103,8 @@ def _decoder(model: Any, number: int, work: Workload, device: torch.device) -> n
     for key, value in vars(config).items():  # lists with an item per layer, such as layer_types
         if isinstance(value, list) and len(value) == layers:
             setattr(config, key, [value[number]])
-    config.num_hidden_layers, decoder.layers = 1, nn.ModuleList([decoder.layers[number]])
+    config.num_hidden_layers = layers // len(decoder.layers)  # LongCat's layers count twice
+    decoder.layers = nn.ModuleList([decoder.layers[number]])
     for name, module in list(decoder.named_modules()):
         if isinstance(module, KtftExperts):
             decoder.set_submodule(name, _NoExperts())
@@ -176,17 +177,19 @@ class _Layer:
     def __init__(self, decoder: nn.Module, x: Tensor, work: Workload) -> None:
         self._layer: Any = cast(Any, decoder).layers[0]
         self._device, self._mixed = device_of(x.device), work.mixed
-        self._x, self._args, self._kwargs = x.requires_grad_(), (), dict[str, Any]()
+        self._x, self._args, self._kwargs = x, (), dict[str, Any]()
         hook = self._layer.register_forward_pre_hook(self._take, with_kwargs=True)
         with self._autocast(), torch.no_grad():
             decoder(inputs_embeds=x, use_cache=False)
         hook.remove()
-        self._leaves = [x, *(each for each in self._layer.parameters() if each.requires_grad)]
+        self._leaves = [self._x, *(each for each in self._layer.parameters() if each.requires_grad)]
         self._out: Tensor | None = None
         self._graphs: list[Any] = []
 
     def _take(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._args, self._kwargs = args[1:], {name: each for name, each in kwargs.items() if name != "hidden_states"}
+        given = args[0] if args else kwargs["hidden_states"]  # some decoders make several streams of it
+        self._x, self._args = given.detach().clone().requires_grad_(), args[1:]
+        self._kwargs = {name: each for name, each in kwargs.items() if name != "hidden_states"}
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._x.device.type, torch.bfloat16, enabled=self._mixed, cache_enabled=False)

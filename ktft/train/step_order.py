@@ -23,6 +23,7 @@ from ktft.model.experts import StepPlace, decoder_lists, find_experts
 from ktft.model.layer_order import LayerOrder, obstacle
 from ktft.model.lockstep import Lockstep
 from ktft.model.memory import SPARE_SHARE, score_bytes, score_work, spare_bytes, waiting_bytes
+from ktft.model.shape import heads_of
 from ktft.model.sinks import keeps_scores
 from ktft.model.tensor_parallel import tp_size_of
 from ktft.model.workload import ADAM_STATES, FP32
@@ -204,7 +205,7 @@ class _TokenBytes(NamedTuple):
 def _token_bytes(model: Any, step: Sequence[Any]) -> _TokenBytes:
     config = model.config.get_text_config()
     longest = max((each.shape[-1] for batch in step for each in _ids_of(batch)), default=0)
-    scores = score_bytes(config.num_attention_heads, longest, keeps_scores(model))
+    scores = score_bytes(heads_of(config), longest, True) if keeps_scores(model) else 0
     layers = sum(len(model.get_submodule(name)) for name in decoder_lists(model))
     checkpointing = any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
     sizes = config.hidden_size, next(model.parameters()).element_size()
@@ -217,11 +218,12 @@ def _token_bytes(model: Any, step: Sequence[Any]) -> _TokenBytes:
 
 def _once(trainer: Any, step: Sequence[Any], most: int) -> int:
     """Bytes that one micro-batch after the other takes, of at most so many tokens: attention's scores, or the loss."""
-    config = trainer.model.config.get_text_config()
-    shapes = [(each.shape[:-1].numel(), each.shape[-1]) for batch in step for each in _ids_of(batch)]
-    eager = keeps_scores(trainer.model)
-    scores = [score_work(config.num_attention_heads, *shape, eager) for shape in shapes]
-    return max(loss_room(trainer, most), *scores)
+    loss = loss_room(trainer, most)
+    if not keeps_scores(trainer.model):
+        return loss
+    heads = heads_of(trainer.model.config.get_text_config())
+    shapes = ((each.shape[:-1].numel(), each.shape[-1]) for batch in step for each in _ids_of(batch))
+    return max(loss, *(score_work(heads, *shape, True) for shape in shapes))
 
 
 def _room_of(trainer: Any) -> tuple[int, bool]:
