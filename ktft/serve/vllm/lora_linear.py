@@ -40,7 +40,8 @@ NO_SLOTS = "the server was started without room for an adapter; start it with --
 
 
 class KtftLinearMethod(UnquantizedLinearMethod):
-    """vLLM's product, plus B (A x) for every part of the output. It is a `ktft.serve.runtime.swap.LinearSlot`.
+    """The product of the layer's own method, plus B (A x) for every part of the output. It is a
+    `ktft.serve.runtime.swap.LinearSlot`.
 
     LoRA takes x in fp32, the dtype in which PEFT holds adapters, and its sum with the product is rounded once.
 
@@ -53,16 +54,20 @@ class KtftLinearMethod(UnquantizedLinearMethod):
 
     def __init__(self, layer: Any, rank: int | None) -> None:
         super().__init__()
-        self.layer, self.fixed = layer, rank
+        self.layer, self.fixed, self.base = layer, rank, layer.quant_method
         self.slot = Slot(layer.input_size, tuple(layer.output_partition_sizes))
         self.rank = rank or 0
         self.device = next(layer.parameters()).device
         for name, tensor in zip((A, B), self.stacked([]), strict=True):
             layer.register_buffer(name, tensor.to(self.device), persistent=False)
 
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """What the layer's own method does once its weight has been read."""
+        self.base.process_weights_after_loading(layer)
+
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """From inputs `[..., input_size]` to outputs `[..., output_size]`."""
-        out = super().apply(layer, x, bias)
+        out = self.base.apply(layer, x, bias)
         if not self.rank:
             return out
         low = linear(x.to(torch.float32), getattr(layer, A)).split(self.rank, dim=-1)
