@@ -1,4 +1,4 @@
-"""One to four rows an expert: 4-bit codes meet rows of X in fixed point (csrc/kernels/code_dots-inl.h)."""
+"""A few rows an expert: 4-bit codes and int8 meet rows of X in fixed point (csrc/kernels/code_dots-inl.h)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from ktft.native.packed import PACKED_FORMATS
 
 FORMATS = [name for name, form in PACKED_FORMATS.items() if form.values]  # those of 4 bits
 FEW_CASES = [(isa, fmt) for isa, fmt in CASES if fmt in FORMATS and isa in ("amx_emu", "avx512_bf16", "amx_bf16")]
+FEW_CASES += [case for case in CASES if case == ("avx512_bf16", "int8")]  # tiles have products of their own for it
 ROWS = (1, 4, 0, 3, 2)
+MORE_ROWS = (5, 12, 0, 7, 8)  # without tiles, up to 12
 # Hidden and intermediate size: less than a tile's 128 columns, whole tiles, whole tiles and 1 to 3 groups of 32
 SIZES = [(32, 96), (128, 256), (160, 448), (352, 192)]
 each_case = pytest.mark.parametrize(("isa", "fmt"), emulation_in_full(FEW_CASES))
@@ -43,8 +45,9 @@ def output_error(layer: native.ExpertLayer, x: Tensor, index: Tensor, weights: T
 def test_contract(isa: str, fmt: str, threads: int) -> None:
     for hidden, intermediate in SIZES:
         layer = make_layer(hidden, intermediate, fmt, isa, threads)
-        x, index, weights = inputs_for(ROWS, hidden)
-        assert output_error(layer, x, index, weights) < OUTPUT_TOLERANCE
+        for rows in (MORE_ROWS, ROWS):
+            x, index, weights = inputs_for(rows, hidden)
+            assert output_error(layer, x, index, weights) < OUTPUT_TOLERANCE
     assert_contract(compare(layer, make_lora(hidden, intermediate, 8, torch.float32), x, index, weights))
 
 
@@ -110,6 +113,7 @@ def test_infinite_activations_are_not_lost(isa: str, fmt: str, value: float) -> 
 
 @each_case
 def test_same_bits_whatever_the_threads(isa: str, fmt: str) -> None:
-    x, index, weights = inputs_for(ROWS, 160)
-    outs = [routed_experts(make_layer(160, 448, fmt, isa, threads), x, index, weights) for threads in (1, 2, 3)]
-    assert all(torch.equal(outs[0], other) for other in outs[1:])
+    for rows in (ROWS, MORE_ROWS):
+        x, index, weights = inputs_for(rows, 160)
+        outs = [routed_experts(make_layer(160, 448, fmt, isa, threads), x, index, weights) for threads in (1, 2, 3)]
+        assert all(torch.equal(outs[0], other) for other in outs[1:])

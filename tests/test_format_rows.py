@@ -89,7 +89,7 @@ TOY_ROW = f"KTFT_FORMAT(toy, ToyCodec, kToy, {ROW.tile_cols}, {ROW.tile_bytes}, 
 TOY_CHECK = """
 #include "kernels/kernels.h"
 #include "quant/with_codec.h"
-static_assert(ktft::reads_rows(ktft::Format::kToy, 4, 128, 0) && !ktft::reads_rows(ktft::Format::kToy, 5, 128, 0));
+static_assert(ktft::info(ktft::Format::kToy).dot_tokens == 4);
 static_assert(ktft::info(ktft::Format::kToy).tile_cols == 128 && ktft::ToyCodec::kWholeValues.at[7] == 128 + 127);
 """
 

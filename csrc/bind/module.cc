@@ -249,6 +249,14 @@ void bind_dense(py::module_& m) {
       "format"_a, "rows"_a, "cols"_a);
   m.def("pack_dense", &pack_dense_matrix, "runtime"_a, "format"_a, "data"_a, "encoding"_a, "rows"_a, "cols"_a,
         "scales"_a, "block_rows"_a, "block_cols"_a, "zeros"_a, "out"_a, NoGil());
+  m.def(
+      "dense_product",
+      [](Runtime& runtime, const std::string& format, int rows, int cols, Address packed, Address bias, Address x,
+         int tokens, Address y) {
+        dense_product(runtime, format_from_name(format), rows, cols, at(packed), at<float>(bias), at<bf16>(x), tokens,
+                      at<bf16>(y));
+      },
+      "runtime"_a, "format"_a, "rows"_a, "cols"_a, "packed"_a, "bias"_a, "x"_a, "tokens"_a, "y"_a, NoGil());
 }
 
 void bind_layer(py::module_& m) {

@@ -6,10 +6,11 @@
 
 namespace ktft {
 
-// Products of 4-bit codes, two in a byte, with integers.
+// Products of codes with integers: 4-bit codes, two in a byte, or int8.
 //   low_values, high_values  byte i is table[codes[i] & 15], table[codes[i] >> 4]; the table has 16 bytes, four times
+//   plus_128                 byte i is codes[i] + 128, for signed codes
 //   dot                      int32 lane i is sums[i] + the products of bytes 4i to 4i + 3, unsigned in u, signed in s
-//   add_scaled               sums[i] += scales[i / 4] * lane i, all 16
+//   add_scaled               sums[i] += scales[i / 4] * lane i, all 16; add_scaled_lanes has a scale for each lane
 struct VnniCodes {
   using Bytes = __m512i;
 
@@ -19,12 +20,16 @@ struct VnniCodes {
     return _mm512_shuffle_epi8(table, _mm512_and_si512(codes, _mm512_set1_epi8(15)));
   }
   static Bytes high_values(Bytes table, Bytes codes) { return low_values(table, _mm512_srli_epi16(codes, 4)); }
+  static Bytes plus_128(Bytes codes) { return _mm512_xor_si512(codes, _mm512_set1_epi8(-128)); }
   static Bytes dot(Bytes sums, Bytes u, Bytes s) { return _mm512_dpbusd_epi32(sums, u, s); }
   static Bytes times_128(Bytes lanes) { return _mm512_slli_epi32(lanes, 7); }
   static void add_scaled(float* sums, Bytes lanes, const float* scales) {
     const __m512i spread = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
     const __m512 scale = _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_load_ps(scales)), spread);
     _mm512_store_ps(sums, _mm512_fmadd_ps(_mm512_cvtepi32_ps(lanes), scale, _mm512_load_ps(sums)));
+  }
+  static void add_scaled_lanes(float* sums, Bytes lanes, const float* scales) {
+    _mm512_store_ps(sums, _mm512_fmadd_ps(_mm512_cvtepi32_ps(lanes), _mm512_load_ps(scales), _mm512_load_ps(sums)));
   }
 };
 

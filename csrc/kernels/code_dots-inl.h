@@ -1,52 +1,63 @@
-// Dot products of rows of W in a 4-bit format with one or two rows of X, computed on bytes. One look-up turns codes
-// into integers, X is in 15-bit fixed point, the sums of a group are exact, and the group's scales multiply them.
-// Decoding 128 weights takes six instructions, the products of one token ten.
+// Dot products of rows of W with a few rows of X, computed on bytes, for W in a 4-bit format or int8. X is in 15-bit
+// fixed point, the sums of a group are exact, and the group's scales multiply them.
 //
-// The rounding of a weight to bf16, which is part of the format, is left out. The difference is up to 2^-9 of a weight,
-// at random, which is 0.1% of an output.
+// 4-bit codes become integers by one look-up: decoding 128 weights takes six instructions, the products of one token
+// ten. The rounding of a weight to bf16, which is part of these formats, is left out. The difference is up to 2^-9 of a
+// weight, at random, which is 0.1% of an output. int8's codes are the integers, and nothing is left out.
 #pragma once
 
 #include <algorithm>
 
+#include "kernels/epilogue-inl.h"
 #include "kernels/kernels.h"
 #include "quant/codecs.h"
 
 namespace ktft {
 
+// On tile ISAs int8 has products of its own for few tokens (dot_rows).
 template <class V, class Codec>
-constexpr bool kDotsCodes = requires {
-  typename V::Codes;
-  Codec::kWholeValues;
-};
+constexpr bool kDotsCodes = requires { typename V::Codes; } &&
+                            (requires { Codec::kWholeValues; } || (Codec::kFormat == Format::kInt8 && !kHasTiles<V>));
 
-// 128 columns of one token, x = scales[group] * (128 high + low), in the order of a tile's codes: [0] is multiplied by
-// the low halves of its bytes, [1] by the high halves. `start` subtracts the 128 that is added to code values:
-//   W . X of lane i = sum_groups scale * (128 (start[i] + values . high) + values . low)
+// Columns of one token in the order of a tile's bytes, x = scale * (128 high + low). `start` subtracts the 128 that is
+// added to the values of W:
+//   W . X of lane i = scale * (128 (start[i] + values . high) + values . low)
+// A tile of 4-bit codes has 128 columns: [0] is multiplied by the low halves of its bytes, [1] by the high halves, and
+// scales[i] is that of group i % 4, for four rows of W's scales. A tile of int8 has 64 columns, and scales[i] is that
+// of lane i.
+template <int kBytes>
 struct alignas(64) FixedPoint {
-  int8_t high[2][kRowBytes], low[2][kRowBytes];
+  static constexpr int kPlanes = kBytes, kCols = kBytes * kRowBytes;
+  int8_t high[kBytes][kRowBytes], low[kBytes][kRowBytes];
   int32_t start[16];
-  float scales[4];
+  float scales[16];
 };
-constexpr int kFixedPointCols = 128;
-static constexpr int64_t fixed_bytes(int cols) { return ceil_div(cols, kFixedPointCols) * int64_t(sizeof(FixedPoint)); }
+template <class Codec>
+using FixedPointOf = FixedPoint<info(Codec::kFormat).tile_cols / kRowBytes>;
 
 // The same values in registers.
-template <class Codes>
+template <class Codes, int kPlanes>
 struct Planes {
   using Bytes = typename Codes::Bytes;
-  Bytes start, high[2], low[2];
+  Bytes start, high[kPlanes], low[kPlanes];
 
   Bytes dot(const Bytes& first, const Bytes& second) const {
-    const Bytes sum = Codes::times_128(Codes::dot(Codes::dot(start, first, high[0]), second, high[1]));
-    return Codes::dot(Codes::dot(sum, first, low[0]), second, low[1]);
+    Bytes sum = Codes::dot(start, first, high[0]);
+    if constexpr (kPlanes == 2) sum = Codes::dot(sum, second, high[1]);
+    sum = Codes::dot(Codes::times_128(sum), first, low[0]);
+    if constexpr (kPlanes == 2) sum = Codes::dot(sum, second, low[1]);
+    return sum;
   }
 };
 
-template <class Codes>
-Planes<Codes> planes_of(const FixedPoint& x) {
-  return {Codes::load(x.start),
-          {Codes::load(x.high[0]), Codes::load(x.high[1])},
-          {Codes::load(x.low[0]), Codes::load(x.low[1])}};
+template <class Codes, int kPlanes>
+Planes<Codes, kPlanes> planes_of(const FixedPoint<kPlanes>& x) {
+  if constexpr (kPlanes == 2)
+    return {Codes::load(x.start),
+            {Codes::load(x.high[0]), Codes::load(x.high[1])},
+            {Codes::load(x.low[0]), Codes::load(x.low[1])}};
+  else
+    return {Codes::load(x.start), {Codes::load(x.high[0])}, {Codes::load(x.low[0])}};
 }
 
 static inline float float_of_bits(uint32_t bits) {
@@ -55,38 +66,56 @@ static inline float float_of_bits(uint32_t bits) {
   return f;
 }
 
-// Converts 32 columns to fixed point. The largest magnitude gets 14 bits, so that values above 1/64 of it are exact.
-// Each group has a scale of its own, because single values can be a thousand times larger than the others.
-static inline void fix_group(const bf16* x, int group, FixedPoint& out) {
+// Converts 32 columns to fixed point, to whole * the scale that it returns. The largest magnitude gets 14 bits, so that
+// values above 1/64 of it are exact. Each group has a scale of its own, because single values can be a thousand times
+// larger than the others.
+static inline float fix_group(const bf16* x, int* whole) {
   constexpr int kBits = 14, kInfinite = 255,
                 kLeast = 14;  // smaller magnitudes count as 2^-113, so that scales stay normal
   int largest = 0;
   for (int i = 0; i < kGroup; i++) largest = std::max(largest, x[i].bits & 0x7fff);
   const int exponent = std::max(largest >> 7, kLeast);
-  int whole[kGroup] = {};
-  out.scales[group] = float_of_bits(0x7fc00000);
-  if (exponent < kInfinite) {  // Inf and NaN become a NaN of the whole token
-    out.scales[group] = float_of_bits(uint32_t(exponent - (kBits - 1)) << 23);
-    const float factor = float_of_bits(uint32_t(254 + kBits - 1 - exponent) << 23);
-    for (int i = 0; i < kGroup; i++) whole[i] = round_even(to_float(x[i]) * factor);
+  if (exponent >= kInfinite) {  // Inf and NaN become a NaN of the whole token
+    std::fill_n(whole, kGroup, 0);
+    return float_of_bits(0x7fc00000);
   }
+  const float factor = float_of_bits(uint32_t(254 + kBits - 1 - exponent) << 23);
+  for (int i = 0; i < kGroup; i++) whole[i] = round_even(to_float(x[i]) * factor);
+  return float_of_bits(uint32_t(exponent - (kBits - 1)) << 23);
+}
+
+// Places a group's integers where its codes are in a tile: 4-bit codes of columns i and 16 + i share a byte.
+static inline void place_group(const int* whole, float scale, int group, FixedPoint<2>& out) {
+  for (int row = 0; row < 4; row++) out.scales[row * 4 + group] = scale;
   for (int half = 0; half < 2; half++)
     for (int i = 0; i < 16; i++) {
       out.high[half][group * 16 + i] = int8_t(whole[half * 16 + i] >> 7);
       out.low[half][group * 16 + i] = int8_t(whole[half * 16 + i] & 127);
     }
 }
+static inline void place_group(const int* whole, float scale, int group, FixedPoint<1>& out) {
+  std::fill_n(out.scales + group * 8, 8, scale);
+  for (int i = 0; i < kGroup; i++) {
+    out.high[0][group * kGroup + i] = int8_t(whole[i] >> 7);
+    out.low[0][group * kGroup + i] = int8_t(whole[i] & 127);
+  }
+}
 
 // Converts one row of a strip's pieces; columns beyond its last one become zeros.
-template <class V>
-void fix_row(const bf16* at, int cols, FixedPoint* out, int apart) {
+template <class V, int kPlanes>
+void fix_row(const bf16* at, int cols, FixedPoint<kPlanes>* out, int apart) {
   using Codes = typename V::Codes;
   constexpr bf16 kNothing[kGroup] = {};
+  constexpr int kCols = FixedPoint<kPlanes>::kCols;
   alignas(64) uint8_t bytes[kRowBytes];
   std::fill_n(bytes, kRowBytes, uint8_t(1));
   const auto ones = Codes::load(bytes);
-  for (int begin = 0; begin < cols; begin += kFixedPointCols, out += apart) {
-    for (int g = 0; g < 4; g++, at += kPieceElements) fix_group(begin + g * kGroup < cols ? at : kNothing, g, *out);
+  for (int begin = 0; begin < cols; begin += kCols, out += apart) {
+    for (int g = 0; g < kCols / kGroup; g++, at += kPieceElements) {
+      int whole[kGroup];
+      const float scale = fix_group(begin + g * kGroup < cols ? at : kNothing, whole);
+      place_group(whole, scale, g, *out);
+    }
     std::fill_n(out->start, 16, 0);
     Codes::store(out->start, planes_of<Codes>(*out).dot(ones, ones));
     for (int32_t& sum : out->start) sum = -sum;
@@ -98,23 +127,43 @@ void fix_row(const bf16* at, int cols, FixedPoint* out, int apart) {
 template <int M>
 constexpr bool kSpreads = M == 1;
 
-// Adds the products of one tile and its columns of M tokens to sums[r][t]. With kSpreads, prefetches a tile at `ahead`.
+// Adds the products of one tile and its columns of M tokens to sums[r * all + t]. Prefetches a tile at `ahead`, unless
+// that is null.
 template <class V, class Codec, int M>
-__attribute__((noinline)) void dot_tile(const uint8_t* tile, const FixedPoint* x, const uint8_t* ahead, float* sums) {
+__attribute__((noinline)) void dot_tile(const uint8_t* tile, const FixedPointOf<Codec>* x, const uint8_t* ahead,
+                                        int all, float* sums) {
   using Codes = typename V::Codes;
+  constexpr int kPlanes = FixedPointOf<Codec>::kPlanes, kBytes = info(Codec::kFormat).tile_bytes;
+  constexpr bool kNibbles = kPlanes == 2;
   alignas(64) float scales[M][kTileRows * 4];
-  for (int t = 0; t < M; t++)
-    for (int i = 0; i < kTileRows * 4; i++) scales[t][i] = Codec::template group_scale<V>(tile, i) * x[t].scales[i % 4];
-  const auto table = Codes::load(Codec::kWholeValues.at);
-  Planes<Codes> planes[M];
+  if constexpr (kNibbles) {
+    alignas(64) float own[kTileRows * 4];
+    for (int i = 0; i < kTileRows * 4; i++) own[i] = Codec::template group_scale<V>(tile, i);
+    for (int t = 0; t < M; t++)
+      for (int i = 0; i < kTileRows * 4; i += V::kWidth)
+        V::store(scales[t] + i, V::mul(V::load(own + i), V::load(x[t].scales + i % 16)));
+  }
+  Planes<Codes, kPlanes> planes[M];
+#pragma GCC unroll 4
   for (int t = 0; t < M; t++) planes[t] = planes_of<Codes>(x[t]);
-  if constexpr (kSpreads<M>) prefetch(ahead + kCodeBytes, info(Codec::kFormat).tile_bytes - kCodeBytes);
+  typename Codes::Bytes table;
+  if constexpr (kNibbles) table = Codes::load(Codec::kWholeValues.at);
+  if (!kSpreads<M> && ahead) prefetch(ahead, kBytes);
+  if (kSpreads<M> && kBytes > kCodeBytes) prefetch(ahead + kCodeBytes, kBytes - kCodeBytes);
   for (int r = 0; r < kTileRows; r++) {
     if constexpr (kSpreads<M>) prefetch(ahead + r * kRowBytes);
     const auto codes = Codes::load(tile + r * kRowBytes);
-    const auto first = Codes::low_values(table, codes), second = Codes::high_values(table, codes);
-    for (int t = 0; t < M; t++)
-      Codes::add_scaled(sums + (r * M + t) * 16, planes[t].dot(first, second), scales[t] + r * 4);
+    if constexpr (kNibbles) {
+      const auto first = Codes::low_values(table, codes), second = Codes::high_values(table, codes);
+#pragma GCC unroll 4
+      for (int t = 0; t < M; t++)
+        Codes::add_scaled(sums + (r * all + t) * 16, planes[t].dot(first, second), scales[t] + r * 4);
+    } else {
+      const auto values = Codes::plus_128(codes);
+#pragma GCC unroll 4
+      for (int t = 0; t < M; t++)
+        Codes::add_scaled_lanes(sums + (r * all + t) * 16, planes[t].dot(values, values), x[t].scales);
+    }
   }
 }
 

@@ -83,9 +83,10 @@ void dot_rows(const PackedMatrix& w, int strip, int row, const bf16* weights, co
     for (int t = 0; t < M; t++) V::store(sums + ((row + r) * M + t) * V::kWidth, acc[r][t]);
 }
 
-// Adds the products of one strip of W and M rows of X to results[r][t]. `panel` has room for kDotPieces pieces.
+// Adds the products of one strip of W and M rows of X to results[r * all + t]. `panel` has room for kDotPieces pieces.
 template <class V, class Codec, int M>
-void dot_strip(const PackedMatrix& w, int strip, const bf16* x, bf16* panel, const DotAhead& further, float* results) {
+void dot_strip(const PackedMatrix& w, int strip, const bf16* x, bf16* panel, const DotAhead& further, int all,
+               float* results) {
   constexpr bool kInPlace = Codec::kFormat == Format::kBf16, kWidens = Codec::kFormat == Format::kInt8;
   constexpr int R = kDotRows[M];
   alignas(64) float sums[kTileRows * M * V::kWidth] = {};
@@ -106,21 +107,34 @@ void dot_strip(const PackedMatrix& w, int strip, const bf16* x, bf16* panel, con
     for (int row = 0; row < kTileRows; row += R)
       dot_rows<V, Codec, R, M>(w, strip, row, weights, x, begin, pieces, row == 0 && kWidens ? ahead : nullptr, sums);
   }
-  for (int i = 0; i < kTileRows * M; i++) results[i] += V::sum(V::load(sums + i * V::kWidth));
+  for (int i = 0; i < kTileRows * M; i++) results[i / M * all + i % M] += V::sum(V::load(sums + i * V::kWidth));
+}
+
+// Calls f.template operator()<M>(first) for runs of 1 <= M <= kFewRows tokens.
+template <class Fn>
+void each_few(int tokens, const Fn& f) {
+  for (int t = 0; t < tokens; t += kFewRows) switch (tokens - t) {
+      case 1: f.template operator()<1>(t); break;
+      case 2: f.template operator()<2>(t); break;
+      case 3: f.template operator()<3>(t); break;
+      default: f.template operator()<kFewRows>(t);
+    }
 }
 
 // The same with W's codes and fixed-point rows of X, tile by tile.
-template <class V, class Codec, int M>
-void dot_codes_strip(const PackedMatrix& w, int strip, const FixedPoint* x, const DotAhead& further, float* results) {
+template <class V, class Codec>
+void dot_codes_strip(const PackedMatrix& w, int strip, const FixedPointOf<Codec>* x, int tokens,
+                     const DotAhead& further, float* results) {
   constexpr int kTileBytes = info(Codec::kFormat).tile_bytes;
-  alignas(64) float sums[kTileRows * M * 16] = {};
+  alignas(64) float sums[kTileRows * kMostDots * 16];
+  std::fill_n(sums, kTileRows * tokens * 16, 0.f);
   const uint8_t* tile = w.tile(strip, 0);
-  for (int i = 0; i < w.col_tiles(); i++, tile += kTileBytes) {
-    const uint8_t* const ahead = further.of(tile);
-    if constexpr (!kSpreads<M>) prefetch(ahead, kTileBytes);
-    dot_tile<V, Codec, M>(tile, x + i * M, ahead, sums);
-  }
-  for (int i = 0; i < kTileRows * M; i++) {
+  for (int i = 0; i < w.col_tiles(); i++, tile += kTileBytes)
+    each_few(tokens, [&]<int M>(int t) {
+      dot_tile<V, Codec, M>(tile, x + i * tokens + t, t && !kSpreads<M> ? nullptr : further.of(tile), tokens,
+                            sums + t * 16);
+    });
+  for (int i = 0; i < kTileRows * tokens; i++) {
     typename V::F sum = V::zero();
     for (int lane = 0; lane < 16; lane += V::kWidth) sum = V::add(sum, V::load(sums + i * 16 + lane));
     results[i] += V::sum(sum);
@@ -128,31 +142,37 @@ void dot_codes_strip(const PackedMatrix& w, int strip, const FixedPoint* x, cons
 }
 
 // Stores one strip's results in the layout of the call. On tile ISAs the remaining tokens of the strip become zeros.
-template <class V, int M>
+template <class V>
 void store_dots(const float* results, const GemmArgs& a, int out, float* c) {
   float* const piece = c + result_piece(out / 32, 0, a.tokens);
   if constexpr (kHasTiles<V>) std::fill_n(piece + out % 32 * 16, kTileRows * 16, 0.f);
   for (int r = 0; r < kTileRows; r++)
-    for (int t = 0; t < M; t++)
-      piece[kHasTiles<V> ? (out % 32 + r) * 16 + t : t * 32 + out % 32 + r] = results[r * M + t];
+    for (int t = 0; t < a.tokens; t++)
+      piece[kHasTiles<V> ? (out % 32 + r) * 16 + t : t * 32 + out % 32 + r] = results[r * a.tokens + t];
 }
 
-template <class V, class Codec, int M>
-void dot_forward(const GemmArgs& a) {
+// Whether there are such products at all.
+template <class V, class Codec>
+constexpr bool kHasDots = kDotsCodes<V, Codec> || (kHasTiles<V> && info(Codec::kFormat).dot_tokens > 0);
+
+template <class V, class Codec>
+  requires kHasDots<V, Codec>
+void few_tokens_forward(const GemmArgs& a) {
+  const int tokens = a.tokens;
   bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
   bf16* const low_rank = panel + kDotPieces * kPieceElements;
-  bf16* const x = low_rank + M * low_rank_cols(a);
-  FixedPoint* const fixed = reinterpret_cast<FixedPoint*>(x);
+  bf16* const x = low_rank + in_lines(size_t(tokens) * low_rank_cols(a) * sizeof(bf16)) / sizeof(bf16);
+  FixedPointOf<Codec>* const fixed = reinterpret_cast<FixedPointOf<Codec>*>(x);
   for (int i = 0; i < a.count; i++) {
     const GemmTerm& term = a.terms[i];
     const PackedMatrix& w = *term.w;
     const bf16* const rows = kHasTiles<V> ? term.x + strip_elements(w.cols) : term.x;
-    for (int t = 0; t < M && (i == 0 || term.x != a.terms[i - 1].x); t++)
+    for (int t = 0; t < tokens && (i == 0 || term.x != a.terms[i - 1].x); t++)
       if constexpr (kDotsCodes<V, Codec>)
-        fix_row<V>(rows + t * 32, w.cols, fixed + t, M);
+        fix_row<V>(rows + t * 32, w.cols, fixed + t, tokens);
       else
         copy_row(rows + t * 32, w.cols, x + t * w.cols);
-    for (int t = 0; t < M && term.lora; t++) {
+    for (int t = 0; t < tokens && term.lora; t++) {
       bf16* const to = low_rank + t * term.lora->cols;
       if constexpr (kHasTiles<V>)
         copy_turned_row(term.low_rank, t, term.lora->cols, to);
@@ -163,32 +183,33 @@ void dot_forward(const GemmArgs& a) {
     const DotAhead further{w.tile((term.out_begin + a.out_count) / kTileRows, 0),
                            next ? next->w->tile(next->out_begin / kTileRows, 0) : nullptr};
     for (int out = 0; out < a.out_count; out += kTileRows) {
-      float results[kTileRows * M] = {};
+      float results[kTileRows * kMostDots] = {};
       const int strip = (term.out_begin + out) / kTileRows, lora_strip = (term.lora_begin + out) / kTileRows;
-      if (term.lora) dot_strip<V, Bf16Codec, M>(*term.lora, lora_strip, low_rank, panel, {}, results);
-      if constexpr (kDotsCodes<V, Codec>)
-        dot_codes_strip<V, Codec, M>(w, strip, fixed, further, results);
-      else
-        dot_strip<V, Codec, M>(w, strip, x, panel, further, results);
-      store_dots<V, M>(results, a, out, term.c);
+      each_few(tokens, [&]<int M>(int t) {
+        if (term.lora)
+          dot_strip<V, Bf16Codec, M>(*term.lora, lora_strip, low_rank + t * term.lora->cols, panel, {}, tokens,
+                                     results + t);
+        if constexpr (!kDotsCodes<V, Codec>)
+          dot_strip<V, Codec, M>(w, strip, x + t * w.cols, panel, further, tokens, results + t);
+      });
+      if constexpr (kDotsCodes<V, Codec>) dot_codes_strip<V, Codec>(w, strip, fixed, tokens, further, results);
+      store_dots<V>(results, a, out, term.c);
     }
   }
 }
 
-// Whether few_tokens_forward can do the call.
+// Does the call if it has few tokens. Returns whether it did.
 template <class V, class Codec>
 bool few_tokens(const GemmArgs& a) {
-  static_assert(info(Codec::kFormat).dot_tokens <= kFewRows && sizeof(FixedPoint) == kFixedPointCols * 3);
-  return (kHasTiles<V> || kDotsCodes<V, Codec>) &&
-         reads_rows(Codec::kFormat, a.tokens, a.terms[0].w->cols, low_rank_cols(a));
-}
-
-template <class V, class Codec, int M = info(Codec::kFormat).dot_tokens>
-void few_tokens_forward(const GemmArgs& a) {
-  if constexpr ((kHasTiles<V> || kDotsCodes<V, Codec>) && M > 0) {
-    if (a.tokens == M) return dot_forward<V, Codec, M>(a);
-    few_tokens_forward<V, Codec, M - 1>(a);
+  static_assert(info(Codec::kFormat).dot_tokens <= kFewRows);
+  if constexpr (kHasDots<V, Codec>) {
+    const int most = kHasTiles<V> ? info(Codec::kFormat).dot_tokens : kMostDots;
+    if (reads_rows(most, a.tokens, a.terms[0].w->cols, low_rank_cols(a))) {
+      few_tokens_forward<V, Codec>(a);
+      return true;
+    }
   }
+  return false;
 }
 
 }  // namespace ktft

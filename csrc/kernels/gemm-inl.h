@@ -138,9 +138,8 @@ void forward_term(const GemmArgs& a, const PackedMatrix& w, int out_begin, const
 
 template <class V, class Codec>
 void gemm_forward(const GemmArgs& a) {
-  const bool few = few_tokens<V, Codec>(a);
-  if (few) few_tokens_forward<V, Codec>(a);
-  for (int i = 0; i < a.count && !few; i++) {
+  if (few_tokens<V, Codec>(a)) return;
+  for (int i = 0; i < a.count; i++) {
     const GemmTerm& term = a.terms[i];
     clear(a, term.c);
     if (term.lora) forward_term<V, Bf16Codec>(a, *term.lora, term.lora_begin, term.low_rank, term.c);

@@ -72,12 +72,15 @@ struct GemmArgs {
 // Holds decoded panels and spare pieces.
 constexpr size_t kGemmScratch = size_t(kReductionBlock + 2 * kMaxTokens) * 64 * sizeof(bf16);
 
-// Whether a tile ISA's forward call reads only the rows of X. They must fit in the scratch memory, at up to three bytes
-// a value in 128 columns, with `low_rank` elements each and the decoded pieces of W.
+// The most tokens for which vector ISAs multiply codes (kernels/code_dots-inl.h) instead of decoding them.
+constexpr int kMostDots = 12;
+
+// Whether a forward call of at most `most` tokens reads only the rows of X. They must fit in the scratch memory, at up
+// to four bytes a value in 128 columns, with `low_rank` elements each and the decoded pieces of W.
 constexpr int kDotPieces = 16;  // pieces of a strip decoded at a time: 16 KB of L1
-static constexpr bool reads_rows(Format format, int tokens, int cols, int low_rank) {
-  const int64_t row = int64_t(ceil_div(cols, 128)) * 128 * 3 + low_rank * int64_t(sizeof(bf16));
-  return tokens <= info(format).dot_tokens && kDotPieces * kPieceElements * 2 + tokens * row <= int64_t(kGemmScratch);
+static constexpr bool reads_rows(int most, int tokens, int cols, int low_rank) {
+  const int64_t row = int64_t(ceil_div(cols, 128)) * 128 * 4 + low_rank * int64_t(sizeof(bf16));
+  return tokens <= most && kDotPieces * kPieceElements * 2 + tokens * row + kCacheLine <= int64_t(kGemmScratch);
 }
 
 using Gemm = void (*)(const GemmArgs&);

@@ -239,7 +239,7 @@ static inline ForwardPass forward_pass(const GemmArgs& a, int step, bool tokens_
 
 template <class V, class Codec>
 void tile_gemm_forward(const GemmArgs& a) {
-  if (few_tokens<V, Codec>(a)) return few_tokens_forward<V, Codec>(a);
+  if (few_tokens<V, Codec>(a)) return;
   using Tiles = typename V::Tiles;
   constexpr FormatInfo format = info(Codec::kFormat);
   constexpr bool kDecodes = Codec::kFormat != Format::kBf16;

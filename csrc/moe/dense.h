@@ -2,9 +2,8 @@
 // ktft/dense/formats.py says where they lie.
 #pragma once
 
-#include "numa/pool.h"
 #include "quant/encoding.h"
-#include "quant/format.h"
+#include "runtime/runtime.h"
 
 namespace ktft {
 
@@ -13,5 +12,10 @@ size_t dense_bytes(Format format, int rows, int cols);
 
 // Packs a matrix into `out`. Returns whether its codes and scales were kept. Throws where it holds NaN or Inf.
 bool pack_dense(Pool& pool, Format format, const SourceMatrix& source, void* out);
+
+// y [tokens, rows] = x [tokens, cols] Wᵀ + bias, for a matrix that pack_dense packed, of a multiple of 32 rows. `bias`
+// is [rows] or null.
+void dense_product(Runtime& runtime, Format format, int rows, int cols, const void* packed, const float* bias,
+                   const bf16* x, int tokens, bf16* y);
 
 }  // namespace ktft

@@ -1,4 +1,6 @@
-"""Packs linear weights outside the routed experts. `ktft.dense.formats` says where they lie in their bytes."""
+"""Packs linear weights outside the routed experts, and multiplies by them on the CPU. `ktft.dense.formats` says where
+they lie in their bytes.
+"""
 
 from __future__ import annotations
 
@@ -34,4 +36,40 @@ def pack_dense(
     rows, cols = source[2:4]
     out = torch.empty(core.dense_bytes(format, rows, cols), dtype=torch.uint8, device="cpu")
     core.pack_dense(runtime.handle, format, *source, out.data_ptr())
+    return out
+
+
+def dense_product(
+    runtime: Runtime, format: str, packed: Tensor, shape: tuple[int, int], x: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`x · Wᵀ + bias` on the CPU, for a weight `[out_features, in_features]` that `pack_dense` packed.
+
+    Args:
+        packed: its bytes.
+        shape: of the weight; a multiple of 32 rows and columns.
+        x: bf16 `[..., in_features]`.
+        bias: fp32 `[out_features]`.
+
+    Returns:
+        bf16 `[..., out_features]`. Sums are fp32, and rounded once.
+
+    Raises:
+        ValueError: a shape, a dtype or the number of bytes is wrong.
+    """
+    rows, cols = shape
+    for name, tensor, dtype, right in (
+        ("x", x, torch.bfloat16, x.shape[-1:] == (cols,)),
+        ("the packed weight", packed, torch.uint8, packed.shape == (core.dense_bytes(format, rows, cols),)),
+        ("bias", bias, torch.float32, bias is None or bias.shape == (rows,)),
+    ):
+        if tensor is not None and not (right and tensor.dtype == dtype and tensor.device.type == "cpu"):
+            raise ValueError(
+                f"a product with a {format} weight {[rows, cols]}: {name} is {tensor.dtype} {list(tensor.shape)} on "
+                f"{tensor.device}, which does not fit; {dtype} in CPU memory is needed"
+            )
+    x, packed, bias = x.contiguous(), packed.contiguous(), None if bias is None else bias.contiguous()
+    out = torch.empty(*x.shape[:-1], rows, dtype=torch.bfloat16, device="cpu")
+    at = 0 if bias is None else bias.data_ptr()
+    tokens = x.numel() // cols
+    core.dense_product(runtime.handle, format, rows, cols, packed.data_ptr(), at, x.data_ptr(), tokens, out.data_ptr())
     return out
