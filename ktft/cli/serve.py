@@ -39,6 +39,9 @@ def serve(
         str | None, typer.Option(help="What requests call the base model. [its directory's name]")
     ] = None,
     expert_format: Annotated[str | None, typer.Option(help=FORMATS)] = None,
+    dense_format: Annotated[
+        str | None, typer.Option(help="Format of the weights around the experts, on a CPU: int8 or k4. [bf16]")
+    ] = None,
     expert_checkpoint: Annotated[Path | None, typer.Option(help="Where the experts are, if not in MODEL.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
@@ -99,6 +102,7 @@ def serve(
         adapter_name=adapter_name,
         adapter_swap=adapter_swap or adapter is not None,
         expert_format=expert_format,
+        dense_format=None if dense_format == "bf16" else dense_format,
         expert_checkpoint=str(expert_checkpoint) if expert_checkpoint else None,
         threads=threads,
         numa_nodes=numa_nodes,

@@ -11,6 +11,9 @@ from ktft.native.encodings import source_arguments
 from ktft.native.extension import core
 from ktft.native.machine import Runtime
 
+ROWS = 32
+"""What the number of rows of a weight is a multiple of where it is multiplied packed."""
+
 
 def pack_dense(
     runtime: Runtime,
@@ -46,7 +49,7 @@ def dense_product(
 
     Args:
         packed: its bytes.
-        shape: of the weight; a multiple of 32 rows and columns.
+        shape: of the weight; a multiple of `ROWS` rows and of 32 columns.
         x: bf16 `[..., in_features]`.
         bias: fp32 `[out_features]`.
 

@@ -23,6 +23,7 @@ class ServedWeights:
 
     Attributes:
         layers: layer number -> its experts, without weights until `load_experts`.
+        runtime: computes them.
 
     Raises:
         FileNotFoundError: a shard is missing.
@@ -38,6 +39,7 @@ class ServedWeights:
         self._settings = settings
         check_memory(model, self._plan, 0, None)
         self.layers: dict[int, ExpertLayer] = self._plan.layers
+        self.runtime = next(iter(self.layers.values())).runtime
 
     def dense(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The weights around the experts, by their names in a plain checkpoint. Quantized ones are decoded to `dtype`.
@@ -59,5 +61,4 @@ class ServedWeights:
             done += nbytes
             report(Progress(title, done, total))
         bits = self._settings.activation_bits
-        runtime = next(iter(self.layers.values())).runtime
-        return ServedModel({number: ServedExperts(layer, bits) for number, layer in self.layers.items()}, runtime)
+        return ServedModel({number: ServedExperts(layer, bits) for number, layer in self.layers.items()}, self.runtime)

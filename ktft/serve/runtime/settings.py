@@ -12,6 +12,7 @@ from ktft.config import SERVE_ENV, Settings, serve_settings, unknown_key
 from ktft.lora import MAX_RANK
 
 ACTIVATION_BITS = (16, 8)
+SERVED_DENSE_FORMATS = ("int8", "k4")
 GRAPH_TOKENS = 32
 """Tokens of the largest call that a CUDA graph captures: decode's largest batch."""
 
@@ -24,6 +25,8 @@ class ServeSettings:
         checkpoint: directory with config.json and all weights; those of the routed experts may be elsewhere.
         expert_checkpoint, expert_format, threads, numa_nodes, isa, verify_checksums, gpu_expert_memory: as those of
             `ktft.config.Settings`.
+        dense_format: the format of the linear weights around the experts, one of `SERVED_DENSE_FORMATS`, on a CPU; None
+            leaves them in the model's dtype.
         adapter: directory of the adapter that is served from the start; None serves the base.
         adapter_name: what requests call that adapter; None takes the directory's name.
         adapter_swap: whether adapters may be loaded and unloaded while the server runs.
@@ -52,6 +55,7 @@ class ServeSettings:
     isa: str | None = None
     verify_checksums: bool = True
     gpu_expert_memory: int | str = 0
+    dense_format: str | None = None
     adapter: str | None = None
     adapter_name: str | None = None
     adapter_swap: bool = False
@@ -72,6 +76,11 @@ class ServeSettings:
         object.__setattr__(self, "gpu_expert_memory", self.experts.gpu_expert_memory)
         if self.activation_bits not in ACTIVATION_BITS:
             raise ValueError(f"activation_bits is {self.activation_bits!r}; supported: 16 and 8")
+        if self.dense_format not in (None, *SERVED_DENSE_FORMATS):
+            raise ValueError(
+                f"dense_format is {self.dense_format!r}; a server takes {' or '.join(SERVED_DENSE_FORMATS)}, or none for "
+                "bf16. FP8 as released is decoded to the same values in bf16"
+            )
         if type(self.max_lora_rank) is not int or not 1 <= self.max_lora_rank <= MAX_RANK:
             raise ValueError(f"max_lora_rank is {self.max_lora_rank!r}; give a whole number from 1 to {MAX_RANK}")
         if type(self.deferral) is not int or self.deferral < 0:

@@ -24,6 +24,7 @@ from ktft.serve.runtime.progress import READY, Progress, StatusFile
 from ktft.serve.runtime.served_model import serve
 from ktft.serve.runtime.served_weights import ServedWeights
 from ktft.serve.runtime.settings import ServeSettings
+from ktft.serve.vllm.dense_linear import pack_linears
 from ktft.serve.vllm.lora_linear import add_slots
 from ktft.serve.vllm.moe import ACTIVATIONS, KtftMoEMethod
 from ktft.serve.vllm.worker import set_adapter
@@ -65,9 +66,12 @@ class KtftModelLoader(BaseModelLoader):
             ) from error
         lacking = dict(model.named_parameters()).keys() - (loaded or set())
         refuse(f"vLLM's {type(model).__name__} got no weights for", lacking)
+        device = next(model.parameters()).device
         with _torch_defaults():
+            if settings.dense_format is not None and device.type == "cpu":
+                status.write(Progress(f"Packing the weights around the experts in {settings.dense_format}"))
+                pack_linears(model, weights.runtime, settings.dense_format)
             served = weights.load_experts(status.advance)
-            device = next(model.parameters()).device
             if device.type in ACCELERATORS:
                 status.write(Progress("Taking GPU memory for experts"))
                 first = next(module for module in model.modules() if isinstance(module, RoutedExperts))

@@ -112,9 +112,9 @@ def add_slots(model: nn.Module, config: VllmConfig, max_rank: int) -> None:
         raise ValueError(f"adapters are served by one process, not by {config.parallel_config.world_size}")
     compilation = config.compilation_config
     eager = compilation.mode == CompilationMode.NONE and compilation.cudagraph_mode == CUDAGraphMode.NONE
-    absorbed = _absorbed(model)
+    absorbed = absorbed(model)
     for name, layer in linear_layers(model):
-        if name in absorbed or _refusal(layer):
+        if name in absorbed or refusal(layer):
             continue
         if flag := SHORTCUTS.get(type(layer).__name__):
             setattr(layer, flag, False)
@@ -133,9 +133,9 @@ def slots_of(model: nn.Module) -> dict[str, Any]:
 
 def target_of(model: nn.Module, max_rank: int, experts: dict[int, tuple[int, int, int]]) -> Target:
     """Where the tensors of adapters go in a loaded model with slots. The arguments are those of `Target`."""
-    slots, absorbed = slots_of(model), _absorbed(model)
+    slots, absorbed = slots_of(model), absorbed(model)
     refused = {
-        name: absorbed.get(name) or _refusal(layer) or NO_SLOTS
+        name: absorbed.get(name) or refusal(layer) or NO_SLOTS
         for name, layer in linear_layers(model)
         if name not in slots
     }
@@ -149,7 +149,7 @@ def target_of(model: nn.Module, max_rank: int, experts: dict[int, tuple[int, int
     )
 
 
-def _absorbed(model: nn.Module) -> dict[str, str]:
+def absorbed(model: nn.Module) -> dict[str, str]:
     """Layers whose weights attention multiplied into others while the model was loaded, by name, with the refusal."""
     layers = {id(module.kv_b_proj) for module in model.modules() if isinstance(module, MLAAttention)}
     reason = (
@@ -159,7 +159,7 @@ def _absorbed(model: nn.Module) -> dict[str, str]:
     return {name: reason for name, layer in linear_layers(model) if id(layer) in layers}
 
 
-def _refusal(layer: Any) -> str | None:
+def refusal(layer: Any) -> str | None:
     """Why LoRA on a layer would not be applied, or not always; None if it would."""
     kind = type(layer).__name__
     if kind not in SHORTCUTS and type(layer).forward not in FORWARDS:
