@@ -148,10 +148,10 @@ __attribute__((noinline)) void dot_tile(const uint8_t* tile, const FixedPointOf<
   for (int t = 0; t < M; t++) planes[t] = planes_of<Codes>(x[t]);
   typename Codes::Bytes table;
   if constexpr (kNibbles) table = Codes::load(Codec::kWholeValues.at);
-  if (!kSpreads<M> && ahead) prefetch(ahead, kBytes);
-  if (kSpreads<M> && kBytes > kCodeBytes) prefetch(ahead + kCodeBytes, kBytes - kCodeBytes);
+  if (!kSpreads<M> && ahead) prefetch_once(ahead, kBytes);
+  if (kSpreads<M> && kBytes > kCodeBytes) prefetch_once(ahead + kCodeBytes, kBytes - kCodeBytes);
   for (int r = 0; r < kTileRows; r++) {
-    if constexpr (kSpreads<M>) prefetch(ahead + r * kRowBytes);
+    if constexpr (kSpreads<M>) prefetch_once(ahead + r * kRowBytes);
     const auto codes = Codes::load(tile + r * kRowBytes);
     if constexpr (kNibbles) {
       const auto first = Codes::low_values(table, codes), second = Codes::high_values(table, codes);

@@ -82,7 +82,7 @@ def verify(
         str | None,
         typer.Option(
             help=f"Compare these formats of the weights outside the routed experts, nothing else: "
-            f"{', '.join(DENSE_FORMATS)}, several with commas, or all."
+            f"{', '.join(DENSE_FORMATS)}, several with commas, or all. With --serve: the one that the server has."
         ),
     ] = None,
     prompts: Annotated[
@@ -99,19 +99,25 @@ def verify(
     alone or with --adapter; say whether the server applies it. Exits with 0 on a pass, 1 if something is off, 2 on bad
     input.
     """
-    settings = Settings(expert_format=expert_format, threads=threads, numa_nodes=numa_nodes, isa=isa)
+    settings = Settings(
+        expert_format=expert_format,
+        threads=threads,
+        numa_nodes=numa_nodes,
+        isa=isa,
+        dense_format=None if serve is None else dense_format,
+    )
     of_layers = {"--layers": layers, "--source": source, "--whole": whole, "--deferral": deferral}
     verify_server.require_fitting(
         serve, {"--served-model-name": served_model_name,
                 "--prompts": prompts if deferral is None and dense_format is None else None},
-        of_layers | {"--dense-format": dense_format},
+        of_layers,
     )  # fmt: skip
-    verify_dense.require_fitting(dense_format, of_layers)
     if serve is not None:
         length = tokens or SERVE_TOKENS
         raise typer.Exit(
             verify_server.verify(serve, served_model_name, model, settings, adapter, prompts, length, as_json)
         )
+    verify_dense.require_fitting(dense_format, of_layers)
     tokens = tokens or TOKENS
     if dense_format is not None:
         raise typer.Exit(verify_dense.verify(dense_format, model, settings, tokens, prompts, adapter, as_json))

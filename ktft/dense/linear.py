@@ -113,6 +113,17 @@ class PackedLinear(nn.Linear):
         assert self._stream is not None
         return self._stream.bytes_of(self._place, self.weight.device)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
+        """What `to`, `half` and the like call. Another dtype of the model is another dtype to decode to."""
+        dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
+        if dtype != self.dtype and self.format == PLAIN and self.weight.dtype == torch.uint8:
+            if self.is_streamed or self.host is not None:
+                raise RuntimeError(f"a weight in host memory stays {self.dtype}; load the model with dtype={dtype}")
+            self.weight.data = self.decoded().to(dtype).view(torch.uint8).flatten()
+        self.dtype = dtype
+        super()._apply(fn, recurse)
+        return self
+
     def decoded(self) -> Tensor:
         """The weight `[out_features, in_features]` in the model's dtype."""
         return self.packed.decode(self.dtype)

@@ -16,6 +16,9 @@ MIXED = "parts of two adapters are in the model"
 """These words are in the error after which nothing can be served: an adapter went into the model in part, and the one
 before could not be put back."""
 
+UNCOUNTED = 1024
+"""Pairs of tokens and experts that are counted together, since counting few takes as long."""
+
 
 class ServedExperts:
     """One layer's routed experts, without gradients, with at most one adapter.
@@ -23,15 +26,23 @@ class ServedExperts:
     Attributes:
         activation_bits: see `ktft.native.ExpertLayer.forward`.
         lora: the LoRA of the adapter that is served; None for the base.
-        heat: `[num_experts]` int64, the (token, expert) pairs of each expert since the start.
         seconds: the time that they took.
     """
 
     def __init__(self, layer: ExpertLayer, activation_bits: int = 16) -> None:
         self.layer, self.activation_bits = layer, activation_bits
         self.lora: ExpertLora | None = None
-        self.heat = torch.zeros(layer.num_experts, dtype=torch.int64, device="cpu")
+        self._heat = torch.zeros(layer.num_experts, dtype=torch.int64, device="cpu")
+        self._uncounted: list[Tensor] = []
         self.seconds = 0.0
+
+    @property
+    def heat(self) -> Tensor:
+        """`[num_experts]` int64, the (token, expert) pairs of each expert since the start."""
+        if self._uncounted:
+            chosen, self._uncounted = torch.cat([each.flatten() for each in self._uncounted]), []
+            self._heat += torch.bincount(chosen[chosen >= 0], minlength=len(self._heat))
+        return self._heat
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """From hidden states `[T, H]`, experts `[T, k]` and routing weights `[T, k]` to `[T, H]` in the input's dtype.
@@ -46,8 +57,9 @@ class ServedExperts:
             hidden_states, top_k_index, top_k_weights, self.lora, "none", activation_bits=self.activation_bits
         )
         self.seconds += time.perf_counter() - begin
-        chosen = top_k_index.flatten()
-        self.heat += torch.bincount(chosen[chosen >= 0], minlength=len(self.heat))
+        self._uncounted.append(top_k_index)
+        if len(self._uncounted) * top_k_index.numel() >= UNCOUNTED:
+            _ = self.heat
         return out
 
 
@@ -55,11 +67,14 @@ class ServedModel:
     """All routed experts of a process, by layer number, and the threads that compute them.
 
     Attributes:
+        dense_format: the format of the linear weights around the experts; None for the model's dtype.
         adapter: what is known of the adapter that is served, as values of JSON; None for the base.
     """
 
-    def __init__(self, layers: Mapping[int, ServedExperts], runtime: Runtime) -> None:
-        self.layers, self.runtime = dict(layers), runtime
+    def __init__(
+        self, layers: Mapping[int, ServedExperts], runtime: Runtime, dense_format: str | None = None
+    ) -> None:
+        self.layers, self.runtime, self.dense_format = dict(layers), runtime, dense_format
         self.adapter: Mapping[str, Any] | None = None
 
     def set_lora(self, lora: Mapping[int, ExpertLora] | None, adapter: Mapping[str, Any] | None = None) -> None:
@@ -98,6 +113,7 @@ class ServedModel:
         return {
             "adapter": None if self.adapter is None else dict(self.adapter),
             "expert_format": first.format,
+            "dense_format": self.dense_format,
             "isa": self.runtime.isa,
             "threads": self.runtime.threads,
             "numa_nodes": self.runtime.nodes,

@@ -60,5 +60,6 @@ class ServedWeights:
         for nbytes in self._plan.experts.load(self.layers):
             done += nbytes
             report(Progress(title, done, total))
-        bits = self._settings.activation_bits
-        return ServedModel({number: ServedExperts(layer, bits) for number, layer in self.layers.items()}, self.runtime)
+        bits, dense = self._settings.activation_bits, self._settings.dense_format
+        layers = {number: ServedExperts(layer, bits) for number, layer in self.layers.items()}
+        return ServedModel(layers, self.runtime, dense)

