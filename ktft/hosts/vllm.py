@@ -16,8 +16,8 @@ QUANT_METHOD = Patch(
     "vllm.model_executor.layers.linear.LinearBase",
     "quant_method",
     "ktft.serve.vllm.lora_linear:KtftLinearMethod",
-    "A loaded layer adds LoRA to its product. vLLM calls get_quant_method before it is known which layers can have "
-    "LoRA.",
+    "A loaded layer adds LoRA to its product, or multiplies by its packed weight (KtftDenseMethod). vLLM calls "
+    "get_quant_method before it is known which layers can have LoRA.",
     on_instances=True,
 )
 BASE_MODEL_PATHS = Patch(

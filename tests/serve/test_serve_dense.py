@@ -76,7 +76,8 @@ def test_an_adapter_beside_packed_weights(tmp_path: Path) -> None:
 def test_through_the_command_and_verify(served_checkpoint: Path, tmp_path: Path) -> None:
     options = ["--expert-format", "bf16", "--dense-format", "k4"]
     with serving(served_checkpoint, tmp_path, *options) as (server, process):
-        command = ["verify", str(served_checkpoint), "--serve", server.url, "--format", "bf16", "--threads", "1", "--json"]
+        command = ["verify", str(served_checkpoint), "--serve", server.url]
+        command += ["--format", "bf16", "--threads", "1", "--json"]
         done = invoke(*command, "--dense-format", "k4")
         assert done.exit_code == 0 and json.loads(done.stdout)["verdict"] == "the same model", done.output
         other = json.loads(invoke(*command).stdout)

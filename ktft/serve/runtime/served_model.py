@@ -71,9 +71,7 @@ class ServedModel:
         adapter: what is known of the adapter that is served, as values of JSON; None for the base.
     """
 
-    def __init__(
-        self, layers: Mapping[int, ServedExperts], runtime: Runtime, dense_format: str | None = None
-    ) -> None:
+    def __init__(self, layers: Mapping[int, ServedExperts], runtime: Runtime, dense_format: str | None = None) -> None:
         self.layers, self.runtime, self.dense_format = dict(layers), runtime, dense_format
         self.adapter: Mapping[str, Any] | None = None
 

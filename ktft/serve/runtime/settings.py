@@ -78,8 +78,8 @@ class ServeSettings:
             raise ValueError(f"activation_bits is {self.activation_bits!r}; supported: 16 and 8")
         if self.dense_format not in (None, *SERVED_DENSE_FORMATS):
             raise ValueError(
-                f"dense_format is {self.dense_format!r}; a server takes {' or '.join(SERVED_DENSE_FORMATS)}, or none for "
-                "bf16. FP8 as released is decoded to the same values in bf16"
+                f"dense_format is {self.dense_format!r}; a server takes {' or '.join(SERVED_DENSE_FORMATS)}, or none "
+                "for bf16. FP8 as released is decoded to the same values in bf16"
             )
         if type(self.max_lora_rank) is not int or not 1 <= self.max_lora_rank <= MAX_RANK:
             raise ValueError(f"max_lora_rank is {self.max_lora_rank!r}; give a whole number from 1 to {MAX_RANK}")

@@ -1,7 +1,8 @@
 """Linear layers of vLLM on the CPU whose weights ktft holds packed and multiplies.
 
-vLLM makes and loads its model with its own methods. `pack_linears` then packs each weight that may be packed. The packed
-weights are those of training with the same `dense_format`, also where vLLM fuses layers: each row has its own scales.
+vLLM makes and loads its model with its own methods. `pack_linears` then packs each weight that may be packed. The
+packed weights are those of training with the same `dense_format`, also where vLLM fuses layers: each row has its own
+scales.
 """
 
 from __future__ import annotations

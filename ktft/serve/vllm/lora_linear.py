@@ -135,9 +135,7 @@ def target_of(model: nn.Module, max_rank: int, experts: dict[int, tuple[int, int
     """Where the tensors of adapters go in a loaded model with slots. The arguments are those of `Target`."""
     slots, left = slots_of(model), absorbed(model)
     refused = {
-        name: left.get(name) or refusal(layer) or NO_SLOTS
-        for name, layer in linear_layers(model)
-        if name not in slots
+        name: left.get(name) or refusal(layer) or NO_SLOTS for name, layer in linear_layers(model) if name not in slots
     }
     return Target(
         {name: layer.quant_method.slot for name, layer in slots.items()},
