@@ -37,6 +37,11 @@ class DenseChoice:
 PLAIN_ON_GPU = DenseChoice(PLAIN, GPU)
 
 
+def served_dense(format: str | None) -> DenseChoice:
+    """These weights in a server: in this format where products take them, or in bf16."""
+    return DenseChoice(format or PLAIN, GPU)
+
+
 @dataclass(frozen=True)
 class DenseMemory:
     """Bytes of these weights under one choice.

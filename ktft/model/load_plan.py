@@ -42,9 +42,12 @@ from ktft.sources import is_gguf
 
 
 def check_memory(
-    model: PreTrainedModel, plan: LoadPlan, reserve_bytes: int | Mapping[str, int], device_map: Any
+    model: PreTrainedModel, plan: LoadPlan, reserve_bytes: int | Mapping[str, int], device_map: Any, saved: int = 0
 ) -> None:
     """Refuse a model that does not fit in memory, before its weights are read.
+
+    Args:
+        saved: bytes that weights around the experts will need less, since they are packed once they are read.
 
     Raises:
         ValueError: the model does not fit; the message says how much memory it needs and how much there is.
@@ -55,7 +58,7 @@ def check_memory(
     on_host = plan.backbone.dense.host_bytes if plan.backbone.dense is not None else 0
     causes[WEIGHTS] = max(causes.get(WEIGHTS, 0), on_host)
     if all(str(place) == "cpu" for place in places):
-        causes[WEIGHTS] += dense_bytes_of(model, plan)
+        causes[WEIGHTS] += dense_bytes_of(model, plan) - saved
     what = f"the model in expert_format {plan.expert_format}"
     what = f"{what} and training" if reserve_bytes else what
     if (processes := Launch.of_environment().local_ranks) > 1:  # they load at the same time

@@ -16,7 +16,7 @@ import torch
 from ktft import config, native
 from ktft.lanes.gpu.lane import CHUNK_BYTES
 from ktft.model import lazy_logits
-from ktft.model.dense_memory import PLAIN_ON_GPU, dense_memory
+from ktft.model.dense_memory import PLAIN_ON_GPU, DenseChoice, dense_memory
 from ktft.model.shape import ModelShape, MoeShape
 from ktft.model.workload import BF16, FP32, Adapter, Workload
 
@@ -266,20 +266,27 @@ _GATHERED = 6  # tensors of all ranks' tokens in one layer
 
 
 def footprint(
-    shape: ModelShape, work: Workload | None, expert_format: str, *, threads: int, nodes: int, gpu: bool
+    shape: ModelShape,
+    work: Workload | None,
+    expert_format: str,
+    *,
+    threads: int,
+    nodes: int,
+    gpu: bool,
+    dense: DenseChoice = PLAIN_ON_GPU,
 ) -> Footprint:
-    """The RAM and VRAM of training, or of only holding the model if `work` is None."""
+    """The RAM and VRAM of training; or, if `work` is None, of only holding the model, with `dense` weights."""
     packed = packed_per_node(shape.moe.values(), expert_format, nodes)
     ram = {"experts": sum(packed), "python": BASELINE + (CUDA_LIBRARIES if gpu or torch.version.cuda else 0)}
-    choice, recorded = (work.dense, gpu and work.recorded) if work else (PLAIN_ON_GPU, False)
-    dense = dense_memory(shape, choice, work.weight_bytes if work else BF16, recorded=recorded)
+    choice, recorded = (work.dense, gpu and work.recorded) if work else (dense, False)
+    weights = dense_memory(shape, choice, work.weight_bytes if work else BF16, recorded=recorded)
     vram = {"cuda": CUDA_CONTEXT} if gpu else {}
     if gpu:
         ram["cuda"] = CUDA_HOST + (COLLECTIVES if work and work.ranks > 1 else 0)
     place = vram if gpu else ram
-    place |= {"other weights": dense.gpu} | ({"other weights in use": dense.transit} if dense.transit else {})
-    if dense.host:
-        ram["other weights"] = dense.host
+    place |= {"other weights": weights.gpu} | ({"other weights in use": weights.transit} if weights.transit else {})
+    if weights.host:
+        ram["other weights"] = weights.host
     if work is None:
         return Footprint(packed, ram, vram)
     lora = work.on_experts()
@@ -312,7 +319,7 @@ def footprint(
         vram["fragments"] = int(vram["activations"] * VRAM_FRAGMENTS) + blocks
         vram |= lane_bytes(shape, work, sum(packed))
         if recorded:
-            vram[RECORDINGS] = dense.copies + recorded_bytes(shape, work)
+            vram[RECORDINGS] = weights.copies + recorded_bytes(shape, work)
     return Footprint(packed, ram, vram)
 
 

@@ -61,6 +61,10 @@ def test_the_checks_follow_the_row(served_checkpoint: Path, monkeypatch: pytest.
         check(replace(FAKE, families=("olmoe",)), settings, options)
     with pytest.raises(ValueError, match="need a GPU, and Fake for CPUs is installed"):
         check(FAKE, replace(settings, deferral=1), options)
+    monkeypatch.setattr("ktft.device.accelerator", lambda: "a GPU")
+    beside = replace(FAKE, packages={"gpu": "fake-server"})
+    with pytest.raises(ValueError, match="--dense-format k4 is for CPUs; beside a GPU .* in bf16: leave it out"):
+        check(beside, replace(settings, dense_format="k4"), options)
 
 
 def test_the_gate_follows_the_engines_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("vllm")
 
 from ktft.model.quantizer import KtftConfig
+from ktft.serve.runtime.served_weights import ServedWeights
 from ktft.serve.runtime.settings import ServeSettings
 from ktft.serve.vllm.dense_linear import KtftDenseMethod
 
@@ -84,6 +85,18 @@ def test_through_the_command_and_verify(served_checkpoint: Path, tmp_path: Path)
         assert other["served"]["mean"] > 2 * json.loads(done.stdout)["served"]["mean"], "the format shows"
         process.terminate()
         assert process.wait(300) == 0
+
+
+def test_memory_is_checked_for_the_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, limits = write_checkpoint("qwen3moe", tmp_path / "model", head_dim=32), []
+    monkeypatch.setattr("ktft.model.load_plan.require_memory", lambda what, causes: limits.append(sum(causes.values())))
+    weights = [ServedWeights(ServeSettings(str(checkpoint), dense_format=format)) for format in (None, "int8", "k4")]
+    plain, int8, k4 = limits
+    linears = sum(
+        t.numel() for name, t in weights[0].dense(torch.bfloat16) if name.endswith(("_proj.weight", "lm_head.weight"))
+    )
+    assert 0.6 * linears < plain - int8 < linears, "rows this short have much padding"
+    assert k4 < plain
 
 
 @pytest.mark.parametrize("format", ["fp8", "mxfp4", "int9"])

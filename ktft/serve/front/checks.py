@@ -29,6 +29,11 @@ def check(engine: Engine, settings: ServeSettings, options: Options) -> Findings
         raise ValueError(f"{settings.checkpoint} is not a directory with a config.json; download the checkpoint first")
     if gpu:
         _check_gpu(engine)
+        if settings.dense_format is not None:
+            raise ValueError(
+                f"--dense-format {settings.dense_format} is for CPUs; beside a GPU the weights around the experts are "
+                "served in bf16: leave it out"
+            )
     elif settings.gpu_expert_memory or settings.deferral:
         raise ValueError(
             f"--gpu-expert-memory and --deferral need a GPU, and {engine.name} for CPUs is installed; leave them out"

@@ -93,10 +93,12 @@ def size_up(
 
 def _left(engine: Engine, settings: ServeSettings, model: Model, *, gpu: bool) -> int:
     """Bytes of CPU memory that are left beside the model, the adapter and the server's processes, if those fit."""
+    from ktft.model.dense_memory import served_dense
     from ktft.model.memory import footprint
     from ktft.model.shortage import by_cause, require_memory
 
-    need = footprint(model.shape, None, model.expert_format, threads=1, nodes=settings.numa_nodes or 1, gpu=gpu)
+    nodes, dense = settings.numa_nodes or 1, served_dense(settings.dense_format)
+    need = footprint(model.shape, None, model.expert_format, threads=1, nodes=nodes, gpu=gpu, dense=dense)
     loaded = need.ram_bytes + engine.server_memory + _adapter_bytes(settings)
     what = f"serving {settings.checkpoint} with experts in {model.expert_format}"
     causes = by_cause(need.ram)

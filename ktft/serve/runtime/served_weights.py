@@ -7,11 +7,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from ktft.checkpoint.reader import CheckpointReader
+from ktft.model.dense_memory import PLAIN_ON_GPU, dense_memory, served_dense
 from ktft.model.load_plan import LoadPlan, check_memory
 from ktft.model.meta import meta_model
+from ktft.model.shape import shape_of
+from ktft.model.workload import BF16
 from ktft.native import ExpertLayer
 from ktft.serve.runtime.progress import Progress
 from ktft.serve.runtime.served_model import ServedExperts, ServedModel
@@ -37,9 +40,18 @@ class ServedWeights:
         files = [str(path) for path in CheckpointReader.from_directory(directory).files]
         self._plan = LoadPlan(model, files, settings.experts)
         self._settings = settings
-        check_memory(model, self._plan, 0, None)
         self.layers: dict[int, ExpertLayer] = self._plan.layers
+        check_memory(model, self._plan, 0, None, self._saved(model.config))
         self.runtime = next(iter(self.layers.values())).runtime
+
+    def _saved(self, config: PreTrainedConfig) -> int:
+        """Bytes that the weights around the experts take less in `dense_format` than in bf16."""
+        if self._settings.dense_format is None:
+            return 0
+        shape, _ = shape_of(config)
+        choices = PLAIN_ON_GPU, served_dense(self._settings.dense_format)
+        plain, packed = (dense_memory(shape, choice, BF16, recorded=False).gpu for choice in choices)
+        return plain - packed
 
     def dense(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The weights around the experts, by their names in a plain checkpoint. Quantized ones are decoded to `dtype`.
