@@ -1,8 +1,8 @@
 """The numeric contract at released models' sizes where experts do not compute SiLU(gate) · up.
 
-    python tests/scripts/activation_shapes.py [--device cuda] [--isas avx2,amx_bf16] [--formats k4,int8]
+    python tests/scripts/activation_shapes.py [--device cpu] [--isas avx2,amx_bf16] [--formats k4,int8]
 
-For each shape, every ISA of this CPU and, with `--device cuda`, both implementations of the GPU's lanes are compared
+For each shape, every ISA of this CPU and, on a GPU, both implementations of the lanes there are compared
 with the fp32 reference: output and all gradients, with LoRA on every projection. Emulated tiles are left out where the
 CPU has native ones, which run the same code. Exits 1 if an error is over the contract.
 """
@@ -61,7 +61,8 @@ def check(name: str, fmt: str, isas: list[str], device: str, threads: int) -> No
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="of the lanes")
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=best, help="of the lanes [%(default)s]")
     all_isas = [isa for isa in native.isas() if not (isa == "amx_emu" and kernels.NATIVE_TILES)]
     parser.add_argument("--isas", default=",".join(all_isas), help="[%(default)s]")
     parser.add_argument("--formats", default="bf16,int8,k4", help="[%(default)s]")
