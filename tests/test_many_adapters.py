@@ -47,7 +47,8 @@ def by_reference(
     for adapter in of.unique().tolist():
         rows = of == adapter
         lora = None if adapter < 0 else loras[adapter]
-        inputs = x[rows].float(), index[rows], weights[rows], *dequantized(layer)
+        here = index[rows] >= 0
+        inputs = x[rows].float(), index[rows].where(here, 0), weights[rows].where(here, 0), *dequantized(layer)
         out[rows] = reference.moe(*inputs, lora, layer.swiglu, own).to(x.dtype)
     return out
 
