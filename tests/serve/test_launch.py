@@ -399,18 +399,19 @@ def test_an_engine_that_cannot_start_is_not_restarted(parent: Callable[..., Pare
     assert "the server could not start: ValueError: layer 3 lacks a tensor" in said
 
 
-def test_supervision_restores_the_current_adapter(parent: Callable[..., Parent], tmp_path: Path) -> None:
+def test_supervision_restores_the_current_adapters(parent: Callable[..., Parent], tmp_path: Path) -> None:
     server = parent("crash serve", "--supervise")
     server.said("serving")
     (folder,) = server.files
-    assert json.loads((folder / "adapter.json").read_text()) is None
-    (folder / "adapter.json").write_text(json.dumps(["tuned", str(tmp_path)]))
+    assert json.loads((folder / "adapter.json").read_text()) == []
+    adapters = [["tuned", str(tmp_path)], ["other", str(tmp_path)]]
+    (folder / "adapter.json").write_text(json.dumps(adapters))
     server.go()
-    said = server.said("serving tuned")
-    assert "starting it again in 1 s" in said and "serving tuned (adapter of" in said
+    said = server.said("its adapters tuned, other at")
+    assert "starting it again in 1 s" in said
     first, second = server.starts()
-    assert first["adapter"] is None and (second["adapter"], second["name"]) == (str(tmp_path), "tuned")
-    assert (first["environment"], second["environment"]) == ("base", "tuned")
+    assert (first["adapters"], second["adapters"]) == ([], adapters)
+    assert (first["environment"], second["environment"]) == ("base", "tuned,other")
     server.tell(signal.SIGTERM)
     assert server.ended()[0] == 0
 

@@ -19,7 +19,7 @@ from ktft.serve.vllm.command import cpu_environment
 
 def test_settings_survive_the_environment(tmp_path: Path) -> None:
     given = {"expert_format": "int8", "threads": 3, "gpu_expert_memory": "8G", "activation_bits": 8, "deferral": 2}
-    settings = ServeSettings(str(tmp_path), adapter=str(tmp_path), **given)
+    settings = ServeSettings(str(tmp_path), adapters=(("tuned", str(tmp_path)),), max_adapters=3, **given)
     assert ServeSettings.from_env(settings.to_env()) == settings
     assert settings.gpu_expert_memory == 8 << 30
     assert settings.experts.expert_format == "int8" and settings.experts.threads == 3
@@ -29,7 +29,13 @@ def test_settings_survive_the_environment(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ({"checkpoint": "nowhere"}, "checkpoint is 'nowhere', which is not a directory"),
-        ({"adapter": "nowhere"}, "adapter is 'nowhere', which is not a directory"),
+        ({"adapters": [["a", "nowhere"]]}, "adapter is 'nowhere', which is not a directory"),
+        ({"adapters": [["a", "."], ["a", "/"]]}, "2 models are called 'a'"),
+        ({"served_name": "a", "adapters": [["a", "."]]}, "2 models are called 'a', so that no request could tell them"),
+        ({"adapters": [["a", "."], ["b", "."]], "max_adapters": 1}, "2 adapters, --max-adapters is 1; give 2"),
+        ({"adapters": [["a", "."], ["b", "."]], "one_at_a_time": True}, "2 adapters at once need a server without a"),
+        ({"max_adapters": 4, "one_at_a_time": True}, "4 adapters at once need a server without a GPU"),
+        ({"max_adapters": 0}, "max_adapters is 0; give a whole number, 1 or more"),
         ({"routing": "nowhere"}, "routing is 'nowhere', which is not a file"),
         ({"expert_checkpoint": "nowhere"}, "expert_checkpoint is 'nowhere', which is not a directory"),
         ({"expert_format": "int3"}, "expert_format is 'int3'; supported: bf16, int8"),

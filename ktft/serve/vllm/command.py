@@ -31,10 +31,9 @@ def install(device: str) -> str:
 
 def arguments(settings: ServeSettings, options: Options, found: Findings) -> list[str]:
     """The arguments of vLLM's server. The user's own come last, so that they win."""
-    served = settings.served_adapter
     given = {
         "--model": settings.checkpoint,
-        "--served-model-name": served[0] if served else settings.base_name,
+        "--served-model-name": settings.first_name,
         "--host": options.host,
         "--port": options.port,
         "--quantization": "ktft",
@@ -53,6 +52,8 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
     words = [str(word) for pair in given.items() if pair[1] is not None for word in pair]
     if given["--tool-call-parser"]:
         words.append("--enable-auto-tool-choice")
+    if settings.adapter_slots and not settings.one_at_a_time:  # requests then carry their adapter
+        words += ["--enable-lora", "--max-loras", str(settings.most_adapters)]
     words.append("--disable-uvicorn-access-log")
     if not found.gpu:  # torch.compile gains little beside the time of the experts, and takes a minute of the start
         words.append("--enforce-eager")
