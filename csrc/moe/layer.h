@@ -27,8 +27,8 @@ class MoeLayer {
 
   const PackedExperts& weights() const { return weights_; }
   const std::string& name() const { return name_; }
-  // Packs the adapters for all forward calls of this layer that follow. The memory of `lora` is not read again. Throws if the
-  // adapters do not fit the layer, as forward and backward do.
+  // Packs the adapters for all forward calls of this layer that follow. The memory of `lora` is not read again. Throws
+  // if the adapters do not fit the layer, as forward and backward do.
   Lora keep(const Lora& lora) const;
   bool load(int expert, Projection projection, const SourceMatrix& source);
   void load_bias(int expert, Projection projection, const float* values, int count);

@@ -113,12 +113,11 @@ PackedLora place_lora(const Call& call, int slots, bf16* at) {
     const LoraPair* const pair = call.pair(Projection(p));
     if (!pair) continue;
     const size_t a = size_t(split_rank(pair->rank())) * pair->a.cols, count = std::max(slots, 1);
-    packed.parts[p] = {
-        .a = at,
-        .b = at + count * a,
-        .a_stride = slots ? a : 0,
-        .b_stride = slots ? expert_elements(*pair) - a : 0,
-        .places = split_rank(pair->rank())};
+    packed.parts[p] = {.a = at,
+                       .b = at + count * a,
+                       .a_stride = slots ? a : 0,
+                       .b_stride = slots ? expert_elements(*pair) - a : 0,
+                       .places = split_rank(pair->rank())};
     at += count * expert_elements(*pair);
   }
   return packed;

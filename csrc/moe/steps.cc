@@ -36,8 +36,8 @@ const bf16* dropped(const Call& call, Projection p, const RowChunk& chunk, const
   return kept;
 }
 
-// Calls fn(pair, packed, operand, adapter) for each LoRA that these rows of one expert have on a projection: that of the
-// call, or those of adapters. `operand` is where the rows' low-rank activations lie.
+// Calls fn(pair, packed, operand, adapter) for each LoRA that these rows of one expert have on a projection: that of
+// the call, or those of adapters. `operand` is where the rows' low-rank activations lie.
 template <class Fn>
 void each_lora(const Call& call, const PackedLora& own, Projection p, const LowRank& low_rank, const RowChunk& rows,
                const Fn& fn) {

@@ -230,7 +230,10 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    """`serve(**settings)` -> a new server, by default with one adapter at a time. If a test hangs, all threads are printed and the run ends."""
+    """`serve(**settings)` -> a new server, by default with one adapter at a time.
+
+    If a test hangs, all threads are printed and the run ends.
+    """
     checkpoint = tmp_path / "base"
     checkpoint.mkdir()
     common = {"swap_timeout": 60.0, "adapter_swap": True, "status_path": str(tmp_path / "status.json")}

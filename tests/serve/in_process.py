@@ -41,9 +41,7 @@ class Served:
     def remove_adapter(self, number: int) -> None:
         self.llm.collective_rpc("ktft_remove_adapter", args=(number,))
 
-    def together(
-        self, asked: Sequence[tuple[Sequence[int], int]], tokens: int = 4
-    ) -> list[tuple[list[int], Tensor]]:
+    def together(self, asked: Sequence[tuple[Sequence[int], int]], tokens: int = 4) -> list[tuple[list[int], Tensor]]:
         """The greedy continuations of prompts, each by the adapter of a number, 0 for the base, in one batch.
 
         With each come the log-probabilities of all tokens, the prompt's after the first and those of the continuation.

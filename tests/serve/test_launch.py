@@ -110,8 +110,15 @@ def test_the_command_refuses_before_it_starts(
 
     adapter = random_adapter(base, tmp_path / "tuned", r=16)
     assert "--max-lora-rank is 8; give --max-lora-rank 16" in refused(base, "--adapter", adapter, "--max-lora-rank", 8)
-    assert "both called 'tuned'" in refused(base, "--adapter", adapter, "--served-model-name", "tuned")
-    assert "has no adapter_config.json" in refused(base, "--adapter", base)
+    assert "2 models are called 'tuned'" in refused(base, "--adapter", adapter, "--served-model-name", "tuned")
+    assert "2 models are called 'tuned'" in refused(base, "--adapter", adapter, "--adapter", f"tuned={adapter}")
+    named = ["--adapter", adapter, "--adapter", f"mine={adapter}"]
+    assert "2 adapters, --max-adapters is 1; give 2" in refused(base, *named, "--max-adapters", 1)
+    assert "--adapter-name is x, and there are 2 adapters; give --adapter NAME=DIR" in refused(
+        base, *named, "--adapter-name", "x"
+    )
+    assert "adapter is '/nowhere', which is not a directory" in refused(base, "--adapter", "mine=/nowhere")
+    assert "has no adapter_config.json" in refused(base, "--adapter", f"x={base}")
     whole = random_adapter(base, tmp_path / "whole", modules_to_save=["lm_head"])
     assert "merge it: ktft merge" in refused(base, "--adapter", whole)
 
@@ -251,11 +258,14 @@ def test_the_kv_cache_limits_the_context(served_checkpoint: Path) -> None:
 
 def test_vllm_gets_its_arguments_and_never_the_key(tmp_path: Path) -> None:
     found = Findings(VLLM, "qwen3_moe", False, 512, 1 << 20)
-    settings = ServeSettings(str(tmp_path), adapter=str(tmp_path), adapter_name="tuned")
+    settings = ServeSettings(str(tmp_path), served_name="base", adapters=(("tuned", str(tmp_path)),))
     options = Options(api_key="secret", extra=("--seed", "3"))
     words = VLLM.arguments(settings, options, found)
     pairs = dict(pairwise(words))
-    assert (pairs["--served-model-name"], pairs["--tool-call-parser"]) == ("tuned", "hermes")
+    assert (pairs["--served-model-name"], pairs["--tool-call-parser"]) == ("base", "hermes")
+    assert "--enable-lora" in words and pairs["--max-loras"] == "8"
+    one = VLLM.arguments(replace(settings, one_at_a_time=True), options, found)
+    assert dict(pairwise(one))["--served-model-name"] == "tuned" and "--enable-lora" not in one
     assert pairs["--quantization"] == pairs["--load-format"] == "ktft"
     assert words[-2:] == ["--seed", "3"] and "secret" not in words
     for model_type, text, parser in (("deepseek_v3", "", False), ("deepseek_v3", "<｜tool▁calls▁begin｜>", True)):  # noqa: RUF001
@@ -426,7 +436,7 @@ def test_supervision_never_guesses_the_adapter(parent: Callable[..., Parent]) ->
     server.go()
     code, said = server.ended()
     assert code != 0 and len(server.starts()) == 1
-    assert f"{folder / 'adapter.json'}, which names the adapter that was loaded last, cannot be read" in said
+    assert f"{folder / 'adapter.json'}, which names the adapters that were served, cannot be read" in said
 
 
 def test_supervision_gives_up(parent: Callable[..., Parent]) -> None:

@@ -1,4 +1,4 @@
-"""Several adapters in one batch of a model that vLLM serves: each request is computed by its own, the base's by none."""
+"""Several adapters in one batch of a model that vLLM serves: each request is computed by its own."""
 
 from __future__ import annotations
 

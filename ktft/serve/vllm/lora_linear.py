@@ -76,7 +76,8 @@ class KtftLinearMethod(UnquantizedLinearMethod):
 
     def __init__(self, layer: Any, rank: int | None, step: StepAdapters | None = None) -> None:
         super().__init__()
-        self.step, self.shared = step or StepAdapters(), None
+        self.step = step or StepAdapters()
+        self.shared: Shared | None = None
         self.layer, self.fixed, self.base = layer, rank, layer.quant_method
         self.slot = Slot(layer.input_size, tuple(layer.output_partition_sizes))
         self.rank = rank or 0
@@ -115,20 +116,20 @@ class KtftLinearMethod(UnquantizedLinearMethod):
             if not len(mine):
                 continue
             columns = slice(int(mine[0]), int(mine[-1]) + 1)
-            a, b, own = shared.a[:, columns], shared.b[:, columns], step.rows_of(number, len(rows), name)
-            if own is None:
+            a, b, places = shared.a[:, columns], shared.b[:, columns], step.rows_of(number, len(rows), name)
+            if places is None:
                 self._add(a, b, rows, sums)
             else:
-                some = sums[own]
-                self._add(a, b, rows[own], some)
-                sums[own] = some
+                some = sums[places]
+                self._add(a, b, rows[places], some)
+                sums[places] = some
         return out
 
     def _add(self, a: Tensor, b: Tensor, x: Tensor, out: Tensor, own: Tensor | None = None) -> None:
         """Add B (A x) to the rows of `out`, of the ranks that are a row's own where not all are."""
         low = linear(x.to(torch.float32), a.reshape(-1, a.shape[-1])).view(len(x), *a.shape[:2])
         if own is not None:
-            low *= own[:, None]
+            low.masked_fill_(~own[:, None], 0.0)  # a product would make NaN of another adapter's infinity
         for part, (rows, sums) in enumerate(zip(b.split(self.slot.parts), out.split(self.slot.parts, 1), strict=True)):
             sums.add_(linear(low[:, part], rows))
 
@@ -140,9 +141,7 @@ class KtftLinearMethod(UnquantizedLinearMethod):
         own = Shared(a.view(parts, rank, -1), b, torch.full((rank,), number, device=self.device))
         if (old := self.shared) is None:
             return own
-        return Shared(
-            torch.cat([old.a, own.a], 1), torch.cat([old.b, own.b], 1), torch.cat([old.owners, own.owners])
-        )
+        return Shared(torch.cat([old.a, own.a], 1), torch.cat([old.b, own.b], 1), torch.cat([old.owners, own.owners]))
 
     def parted(self, number: int) -> Shared | None:
         if (old := self.shared) is None or not bool((stays := old.owners != number).any()):
