@@ -112,11 +112,13 @@ class Paths:
         computes: paths that take a request for a model -> whether the request has to name the model.
         admin: paths that change what every user gets, for which the admin key is needed.
         passed: paths that need no check.
+        reserved: names that no adapter can have.
     """
 
     computes: Mapping[str, bool]
     admin: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
+    reserved: tuple[str, ...] = ()
 
 
 class EngineError(Exception):

@@ -192,6 +192,12 @@ async def test_a_full_disk_refuses_before_anything_changes(
     assert (await ask(server, "one")).status == 200
 
 
+async def test_the_name_of_a_part_of_messages_is_refused(server: Server, paths: dict[str, str]) -> None:
+    """vLLM would compute the base's requests that have such a part by the adapter."""
+    answer = await load(server, paths["one"], "text")
+    assert answer.status == 400 and "takes for something else" in answer.error["message"]
+
+
 async def test_a_server_without_room(serve: Serve, paths: dict[str, str]) -> None:
     answer = await load(serve(one_at_a_time=False, adapter_swap=False), paths["one"])
     assert answer.status == 400 and "start it with --adapter-swap" in answer.error["message"]

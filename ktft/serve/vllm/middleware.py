@@ -15,6 +15,7 @@ from ktft.serve.engine import EngineError, Paths
 from ktft.serve.front.asgi import Scope
 from ktft.serve.front.gate import Gate
 from ktft.serve.runtime.settings import ServeSettings
+from ktft.serve.vllm.command import RESERVED_NAMES
 
 _COMPUTES = {
     "/v1/chat/completions": True,
@@ -34,7 +35,8 @@ _COMPUTES = {
     "/tokenize": False,
     "/detokenize": False,
 }
-PATHS = Paths(_COMPUTES, admin=("/abort_requests", "/start_profile", "/stop_profile"), passed=("/ping",))
+_ADMIN = ("/abort_requests", "/start_profile", "/stop_profile")
+PATHS = Paths(_COMPUTES, admin=_ADMIN, passed=("/ping",), reserved=RESERVED_NAMES)
 """Those of every vLLM that ktft was tested with."""
 _WRAPPINGS = (
     r"Call to \w+ method failed: (.*)",
