@@ -83,11 +83,14 @@ class Served:
         """What it stands for since the last change."""
         return self._history[name][-1][0]
 
-    def change(self, name: str, model: str | None, began: float) -> None:
-        """It stands for another model since a change that took place between `began` and now."""
-        before, since, _ = self._history[name][-1]
-        self._history[name][-1] = before, since, time.monotonic()
-        self._history[name] = [*self._history[name][-8:], (model, began, float("inf"))]
+    def begin(self, name: str, model: str | None) -> None:
+        """A change begins: from now on it may stand for this, too."""
+        self._history[name] = [*self._history[name][-8:], (model, time.monotonic(), float("inf"))]
+
+    def end(self, name: str) -> None:
+        """The change is done: from now on it does not stand any more for what it did before."""
+        before, since, _ = self._history[name][-2]
+        self._history[name][-2] = before, since, time.monotonic()
 
     def possible(self, name: str, begin: float, end: float) -> set[str | None]:
         """What it may have stood for at some time from `begin` to `end`."""
@@ -135,7 +138,7 @@ class Load:
 
     async def serve(self, name: str, model: str | None) -> None:
         """Let a name stand for an adapter, or for none."""
-        began = time.monotonic()
+        self.served.begin(name, model)
         if model is None:
             answer = await self.http.post("/v1/unload_lora_adapter", json={"lora_name": name})
         else:
@@ -143,7 +146,7 @@ class Load:
             answer = await self.http.post("/v1/load_lora_adapter", json=body)
         if answer.status_code != 200:
             raise RuntimeError(f"{name} for {model}: {answer.status_code} {answer.text[:300]}")
-        self.served.change(name, model, began)
+        self.served.end(name)
         self.found.outcomes["changes of adapters"] += 1
 
     async def _keep_changing(self) -> None:

@@ -198,7 +198,7 @@ def test_too_little_memory_is_refused_before_anything_changes(
     qwen: Served, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ktft.serve.runtime.served_adapter.available_memory", lambda: 1 << 16)
-    with pytest.raises(ValueError, match=r"MiB of memory, 0.1 MiB are free .*unload that one first"):
+    with pytest.raises(ValueError, match=r"MiB of memory, 0.1 MiB are free .*unload an adapter first"):
         qwen.set_adapter(random_adapter(base, tmp_path / "big"))
 
 

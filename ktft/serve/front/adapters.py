@@ -150,7 +150,7 @@ class Beside(ServedAdapters):
                     async with self._without_requests(name, old):
                         self._serve(client, after)
                 except BaseException:
-                    await client.remove_adapter(new.number)
+                    await self._remove(client, new)
                     raise
                 return result
 
