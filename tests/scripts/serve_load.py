@@ -359,7 +359,8 @@ def make_models(folder: Path) -> dict[str, Path]:
 
 def start(models: dict[str, Path], port: int, log: Path, options: list[str]) -> subprocess.Popen[bytes]:
     command = [str(Path(sys.executable).parent / "ktft"), "serve", str(models[BASE]), "--port", str(port)]
-    command += ["--adapter-swap", "--max-model-len", str(MOST_TOKENS), "--kv-cache-memory", "256M", *options]
+    # All of the cache is soon in use, since no prefix is dropped: its pages count as memory from their first use
+    command += ["--adapter-swap", "--max-model-len", str(MOST_TOKENS), "--kv-cache-memory", "48M", *options]
     with log.open("wb") as file:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
 
