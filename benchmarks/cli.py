@@ -292,7 +292,7 @@ def serve(
             held, vocabulary = describe(directory)
             title = chosen.name if model is None else model.name
         else:
-            title = running(str(url), served_model_name).model
+            title = running(str(url), served_model_name).models[0]
         loads = [Load(count, prompt_tokens, output_tokens, vocabulary) for count in counts]
         job = Job(directory, gguf, counts[-1], prompt_tokens + output_tokens + 64, tuple(option or ()), threads)
         plan = Plan(job, url, served_model_name, peers, loads, rounds, take_turns(together), title, held)

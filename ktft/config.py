@@ -61,6 +61,8 @@ def skip_memory_check() -> bool:
 
 SERVE_ENV = "KTFT_SERVE"
 """This variable carries `ktft.serve.runtime.settings.ServeSettings` from `ktft serve` to the server's processes."""
+MAX_ADAPTERS = 8
+"""Adapters that `ktft serve` serves at once unless it is told otherwise."""
 
 
 def serve_settings(environment: Mapping[str, str] = os.environ) -> str | None:

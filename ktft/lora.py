@@ -10,6 +10,8 @@ from ktft.config import PROJECTIONS
 
 MAX_RANK = 256
 """The largest rank that the kernels take (`kMaxRank` in csrc/moe/layer.cc)."""
+RANK_BLOCK = 16
+"""Packed adapters have places for ranks in multiples of this (`kRankBlock` in csrc/moe/lora.h)."""
 
 
 NOT_SHARED = (

@@ -187,6 +187,11 @@ def test_warming_up_is_not_counted(make: Make) -> None:
     assert not any(lane["pairs"] for lane in status["lanes"].values())
 
 
+def test_one_adapter_at_a_time(make: Make) -> None:
+    with pytest.raises(ValueError, match="one adapter is served at a time"):
+        make().add_adapter(1, {}, {})
+
+
 def test_profiles(make: Make, layers: dict[int, native.ExpertLayer], tmp_path: Path) -> None:
     path = tmp_path / "expert_routing.json"
     model = make()
@@ -196,7 +201,7 @@ def test_profiles(make: Make, layers: dict[int, native.ExpertLayer], tmp_path: P
     with contextlib.closing(HybridModel.of(settings, layers, "cpu", TOP_K, torch.bfloat16)) as made:
         status = made.status()
     assert {layer for layer, held in status["residents"]["experts"].items() if held} == {"2"}
-    assert status["expert_format"] == "k4" and status["adapter"] is None
+    assert status["expert_format"] == "k4" and status["adapters"] == []
     again = Routing.load(path)
     assert again.tokens[2] == torch.bincount(batch(4)[1].flatten(), minlength=EXPERTS).tolist()
     assert again.tokens[1] == [0] * EXPERTS

@@ -29,11 +29,14 @@ class Client:
         url: the server's address without `/v1`.
         extras: fields of requests that this server accepts beyond those of all servers.
         text: decodes token ids, for a server that accepts only chats; None sends the ids.
+
+    Attributes:
+        models: the names that the requests of a round ask for in turn.
     """
 
     def __init__(self, url: str, extras: dict[str, Any], text: Callable[[list[int]], str] | None = None) -> None:
         self.url, self.extras, self.text = url, extras, text
-        self.model = ""
+        self.models: tuple[str, ...] = ()
 
     def find_model(self, wanted: str | None = None) -> str:
         """The name to ask for: this one, or the first that the server lists. Raises ServerFailed."""
@@ -45,8 +48,8 @@ class Client:
             raise ServerFailed(f"{self.url}/v1/models: {error}") from None
         if wanted is None and not names:
             raise ServerFailed(f"{self.url} serves no model")
-        self.model = wanted or names[0]
-        return self.model
+        self.models = (wanted or names[0],)
+        return self.models[0]
 
     def round(self, load: Load, seed: int) -> list[Timing]:
         """Run one round of requests. Raises ServerFailed."""
@@ -60,18 +63,20 @@ class Client:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=load.clients)
         async with httpx.AsyncClient(timeout=SECONDS, limits=limits) as http:
             began = time.perf_counter()
-            return await asyncio.gather(*(self._ask(http, each, load.output_tokens, began) for each in prompts))
+            requests = [self._request(each, load.output_tokens, i) for i, each in enumerate(prompts)]
+            return await asyncio.gather(*(self._ask(http, *each, began) for each in requests))
 
-    def _request(self, prompt: list[int], tokens: int) -> tuple[str, dict[str, Any]]:
-        body = {"model": self.model, "max_tokens": tokens, "temperature": 0, "stream": True} | self.extras
+    def _request(self, prompt: list[int], tokens: int, number: int) -> tuple[str, dict[str, Any], int]:
+        """The path of a round's request of this number, its body, and the tokens of the prompt."""
+        name = self.models[number % len(self.models)]
+        body = {"model": name, "max_tokens": tokens, "temperature": 0, "stream": True} | self.extras
         if self.text is None:
-            return "/v1/completions", body | {"prompt": prompt}
-        return "/v1/chat/completions", body | {"messages": [{"role": "user", "content": self.text(prompt)}]}
+            return "/v1/completions", body | {"prompt": prompt}, len(prompt)
+        messages = [{"role": "user", "content": self.text(prompt)}]
+        return "/v1/chat/completions", body | {"messages": messages}, len(prompt)
 
-    async def _ask(self, http: httpx.AsyncClient, prompt: list[int], tokens: int, began: float) -> Timing:
-        path, body = self._request(prompt, tokens)
+    async def _ask(self, http: httpx.AsyncClient, path: str, body: dict[str, Any], sent: int, began: float) -> Timing:
         arrivals: list[float] = []
-        sent = len(prompt)
         try:
             async with http.stream("POST", self.url + path, json=body) as answer:
                 if answer.status_code != 200:
@@ -83,9 +88,9 @@ class Client:
                         chunk = json.loads(line[5:])
                         if "error" in chunk:
                             raise ServerFailed(f"{path} broke off: {chunk['error']}")
-                        usage = chunk.get("usage") or {}
+                        usage, most = chunk.get("usage") or {}, body["max_tokens"]
                         sent = usage.get("prompt_tokens") or sent
-                        _count(arrivals, now, usage.get("completion_tokens"), bool(chunk.get("choices")), tokens)
+                        _count(arrivals, now, usage.get("completion_tokens"), bool(chunk.get("choices")), most)
         except (httpx.HTTPError, ValueError) as error:
             raise ServerFailed(f"{path}: {error or type(error).__name__}") from None
         if not arrivals:

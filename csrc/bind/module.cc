@@ -210,6 +210,18 @@ std::shared_ptr<Saved> forward_layer(MoeLayer& layer, Address hidden, Dtype dtyp
   return layer.forward(input, lora, keep, activation_bits, at(out));
 }
 
+void forward_adapters(MoeLayer& layer, Address hidden, Dtype dtype, Address index, Address weights, int tokens,
+                      int top_k, const std::vector<const Lora*>& loras, Address of_token, int activation_bits,
+                      Address out) {
+  const LayerInput input{.hidden = at(hidden),
+                         .dtype = dtype,
+                         .top_k_index = at<int64_t>(index),
+                         .top_k_weights = at<float>(weights),
+                         .tokens = tokens,
+                         .top_k = top_k};
+  layer.forward_adapters(input, loras, at<int32_t>(of_token), activation_bits, at(out));
+}
+
 void backward_layer(MoeLayer& layer, Saved& saved, Address hidden, Address grad_output, Dtype dtype, Address weights,
                     int tokens, int top_k, const Lora* lora, Address grad_hidden, Address grad_weights) {
   layer.backward(saved, at<float>(weights), lora,
@@ -304,6 +316,9 @@ void bind_layer(py::module_& m) {
       .def("slices", &slices)
       .def("forward", &forward_layer, "hidden"_a, "dtype"_a, "top_k_index"_a, "top_k_weights"_a, "tokens"_a, "top_k"_a,
            "lora"_a, "keep"_a, "activation_bits"_a, "out"_a, NoGil())
+      .def("keep", &MoeLayer::keep, "lora"_a, NoGil())
+      .def("forward_adapters", &forward_adapters, "hidden"_a, "dtype"_a, "top_k_index"_a, "top_k_weights"_a, "tokens"_a,
+           "top_k"_a, "loras"_a, "of_token"_a, "activation_bits"_a, "out"_a, NoGil())
       .def(
           "prepare",
           [](const MoeLayer& layer, Address index, int tokens, int top_k) {

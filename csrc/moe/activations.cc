@@ -33,9 +33,10 @@ Activations place_activations(const Call& call, Saved* saved) {
   if (saved) saved->nodes.resize(call.weights.nodes());
   if (call.int8) act.int8_x = {ws.x_codes.get<int8_t>(call.sizes.x_codes), ws.x_scales.get<float>(call.sizes.x_scales)};
   for (int p = 0; p < 2; p++) {
-    if (!call.pair(kGateUp[p])) continue;
-    act.low_rank[p].rows = place<float>(call, saved ? &saved->low_rank[p] : nullptr, ws.low_rank[p],
-                                        low_rank_size(call.dims, kGateUp[p]), -1);
+    if (!call.has_lora(kGateUp[p])) continue;
+    if (call.lora)
+      act.low_rank[p].rows = place<float>(call, saved ? &saved->low_rank[p] : nullptr, ws.low_rank[p],
+                                          low_rank_size(call.dims, kGateUp[p]), -1);
     act.low_rank[p].operand = ws.low_rank_operand[p].get<bf16>(call.sizes.low_rank_operand[p]);
   }
   for (int n = 0; n < call.weights.nodes(); n++) {
@@ -50,9 +51,10 @@ Activations place_activations(const Call& call, Saved* saved) {
         out.gate = place<bf16>(call, keep ? &keep->gate : nullptr, node.gate, gate_up_size(call.dims, n), id);
       out.up = place<bf16>(call, keep ? &keep->up : nullptr, node.up, gate_up_size(call.dims, n), id);
     }
-    if (call.pair(Projection::kDown)) {
-      out.down.rows = place<float>(call, keep ? &keep->low_rank_down : nullptr, node.low_rank[kDown],
-                                   low_rank_size(call.dims, Projection::kDown), id);
+    if (call.has_lora(Projection::kDown)) {
+      if (call.lora)
+        out.down.rows = place<float>(call, keep ? &keep->low_rank_down : nullptr, node.low_rank[kDown],
+                                     low_rank_size(call.dims, Projection::kDown), id);
       out.down.operand = node.low_rank_operand[kDown].get<bf16>(sizes.low_rank_operand[kDown], id);
     }
     if (call.int8)

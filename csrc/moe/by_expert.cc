@@ -47,8 +47,13 @@ bf16* take(Scratch& memory, const RowChunk& rows, int cols) {
 }
 
 LowRank take_low_rank(const Call& call, Projection p, const LowRank& shared, const RowChunk& rows, Scratch& memory) {
-  const LoraPair* const pair = call.pair(p);
-  return {shared.rows, pair ? take(memory, rows, split_rank(pair->rank())) : nullptr};
+  LowRank own{.rows = shared.rows};
+  const int count = call.adapters ? call.adapters->count(rows.slot) : 1;
+  if (!call.has_lora(p) || !count) return own;
+  const size_t each = activation_elements(pad_rows(rows.rows), split_rank(call.dims.ranks[int(p)]));
+  own.operand = memory.take<bf16>(count * each);
+  if (call.adapters) own.first = call.adapters->packed[call.adapters->first[rows.slot]];
+  return own;
 }
 
 Int8Rows take_int8(Scratch& memory, const RowChunk& rows, int cols) {
@@ -78,7 +83,7 @@ Activations expert_gate_up(const Call& call, const PackedLora& lora, const Token
   const ForwardSteps steps{call, lora, own, x};
   each_chunk_of(local, scratch, [&](const RowChunk& chunk) { steps.gather_x(hidden, chunk, bad, scratch); });
   each_block_of(gate_up_blocks(call, 0), scratch, [&](int block) { steps.gate_up_block(0, local, block, scratch); });
-  if (call.pair(Projection::kDown))
+  if (call.has_lora(Projection::kDown))
     each_chunk_of(local, scratch, [&](const RowChunk& chunk) { steps.hidden_low_rank(0, chunk, scratch); });
   if (call.int8) each_chunk_of(local, scratch, [&](const RowChunk& chunk) { quantize_h(call, own, 0, chunk); });
   return own;

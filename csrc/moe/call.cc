@@ -1,5 +1,7 @@
 #include "moe/call.h"
 
+#include <algorithm>
+
 namespace ktft {
 
 CallDims dims_of(const Call& call) {
@@ -12,6 +14,13 @@ CallDims dims_of(const Call& call) {
                 .counts = RowCounts::of(call.routes)};
   for (int p = 0; p < kProjections; p++)
     if (const LoraPair* pair = call.pair(Projection(p))) dims.ranks[p] = pair->rank();
+  if (!call.adapters) return dims;
+  dims.counts.operand_rows = call.adapters->packed_rows;
+  dims.counts.adapters = call.adapters->most;
+  for (const int adapter : call.adapters->of_slot)
+    for (int p = 0; p < kProjections; p++)
+      if (const LoraPair* pair = call.adapters->loras[adapter]->pair(Projection(p)))
+        dims.ranks[p] = std::max(dims.ranks[p], pair->rank());
   return dims;
 }
 

@@ -12,7 +12,8 @@ struct Call {
   const PackedExperts& weights;
   const Routes& routes;
   const float* top_k_weights = nullptr;  // [tokens, top_k]
-  const Lora* lora = nullptr;            // null without LoRA
+  const Lora* lora = nullptr;            // of all tokens; null without LoRA
+  const Adapters* adapters = nullptr;    // of single tokens, in place of `lora`; in forward only
   Swiglu swiglu;
   const char* name;   // the layer's, for messages
   bool int8 = false;  // activations are int8, see w8a8.h
@@ -26,6 +27,8 @@ struct Call {
   const VectorKernels& vec() const { return runtime.vec(); }
   Workspace& workspace() const { return *runtime.workspace; }
   const LoraPair* pair(Projection p) const { return lora ? lora->pair(p) : nullptr; }
+  bool has_lora(Projection p) const { return dims.ranks[int(p)] > 0; }
+  int adapter(int row) const { return adapters->of_token[routes.token(row)]; }
   float row_weight(int row) const { return top_k_weights[routes.row_route[row]]; }
 };
 

@@ -19,7 +19,7 @@ void gate_up(const Call& call, const PackedLora& lora, const TokenRows& tokens, 
   check_finite(call, bad);
   each_block(call, "gate, up", call.routes.calls, gate_up_blocks,
              std::bind_front(&ForwardSteps::gate_up_block, &steps));
-  if (call.pair(Projection::kDown))
+  if (call.has_lora(Projection::kDown))
     each_block(
         call, "lora A h", call.routes.chunks, one_block,
         [&](int node, const RowChunk& chunk, int, Scratch& scratch) { steps.hidden_low_rank(node, chunk, scratch); });

@@ -110,7 +110,9 @@ Lora MoeLayer::keep(const Lora& lora) const {
   for (int e = 0; e < weights_.shape().experts; e++) all.active.push_back(e);
   const ForkLock lock(runtime_->mutex);
   Lora packed = lora;
-  packed.kept = keep_lora(call_of(all, nullptr, &lora));
+  const auto kept = keep_lora(call_of(all, nullptr, &lora));
+  kept->layer = number_;
+  packed.kept = kept;
   for (auto& pair : packed.pairs)
     if (pair) pair->a.data = pair->b.data = nullptr;
   return packed;
@@ -145,6 +147,26 @@ std::shared_ptr<Saved> MoeLayer::forward(const LayerInput& input, const Lora* lo
     ktft::forward(call, {input.hidden, input.dtype}, out, saved.get(), keep == Keep::kActivations);
   }
   return keep == Keep::kNothing ? nullptr : saved;
+}
+
+void MoeLayer::forward_adapters(const LayerInput& input, std::vector<const Lora*> loras, const int32_t* of_token,
+                                int activation_bits, void* out) {
+  check_bits(activation_bits, Keep::kNothing);
+  for (const Lora* lora : loras)
+    KTFT_CHECK(lora->kept && lora->kept->layer == number_ && !lora->drops(), name_,
+               ": an adapter was not kept by this layer, or has dropout");
+  for (int t = 0; t < input.tokens; t++)
+    KTFT_CHECK(of_token[t] >= kNoAdapter && of_token[t] < int(loras.size()), name_, ": token ", t, " has adapter ",
+               of_token[t], ", there are ", loras.size());
+  if (input.tokens == 0) return;
+  const Routes routes = route(input.top_k_index, input.tokens, input.top_k, weights_.shape().experts);
+  Adapters adapters{.loras = std::move(loras), .of_token = of_token};
+  adapters.find(routes);
+  const ForkLock lock(runtime_->mutex);
+  Call call = call_of(routes, input.top_k_weights, nullptr);
+  call.adapters = &adapters;
+  call.int8 = activation_bits == 8;
+  ktft::forward(call, {input.hidden, input.dtype}, out, nullptr, false);
 }
 
 void MoeLayer::check_saved(const Saved& saved, const Lora* lora, const BackwardArgs& args) const {

@@ -27,8 +27,8 @@ class MoeLayer {
 
   const PackedExperts& weights() const { return weights_; }
   const std::string& name() const { return name_; }
-  // Packs the adapters for all forward calls that follow. The memory of `lora` is not read again. Throws if the
-  // adapters do not fit the layer, as forward and backward do.
+  // Packs the adapters for all forward calls of this layer that follow. The memory of `lora` is not read again. Throws
+  // if the adapters do not fit the layer, as forward and backward do.
   Lora keep(const Lora& lora) const;
   bool load(int expert, Projection projection, const SourceMatrix& source);
   void load_bias(int expert, Projection projection, const float* values, int count);
@@ -39,6 +39,11 @@ class MoeLayer {
   // Writes out [tokens, hidden] in input.dtype. Returns what backward needs, or null with kNothing. activation_bits are
   // 16, or 8 (w8a8.h).
   std::shared_ptr<Saved> forward(const LayerInput& input, const Lora* lora, Keep keep, int activation_bits, void* out);
+
+  // Forward with an adapter for each token, one of `loras` by its number in of_token [tokens], or kNoAdapter. All are
+  // kept by this layer. No backward follows.
+  void forward_adapters(const LayerInput& input, std::vector<const Lora*> loras, const int32_t* of_token,
+                        int activation_bits, void* out);
 
   // Returns what forward returns with kRoutes, without computing anything.
   std::shared_ptr<Saved> prepare(const int64_t* top_k_index, int tokens, int top_k) const;

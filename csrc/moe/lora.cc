@@ -1,6 +1,7 @@
 #include "moe/lora.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "moe/call.h"
 
@@ -112,8 +113,11 @@ PackedLora place_lora(const Call& call, int slots, bf16* at) {
     const LoraPair* const pair = call.pair(Projection(p));
     if (!pair) continue;
     const size_t a = size_t(split_rank(pair->rank())) * pair->a.cols, count = std::max(slots, 1);
-    packed.parts[p] = {
-        .a = at, .b = at + count * a, .a_stride = slots ? a : 0, .b_stride = slots ? expert_elements(*pair) - a : 0};
+    packed.parts[p] = {.a = at,
+                       .b = at + count * a,
+                       .a_stride = slots ? a : 0,
+                       .b_stride = slots ? expert_elements(*pair) - a : 0,
+                       .places = split_rank(pair->rank())};
     at += count * expert_elements(*pair);
   }
   return packed;
@@ -152,14 +156,14 @@ uint64_t Lora::key(Projection p, int route) const {
 }
 
 PackedMatrix PackedLora::a(const Call& call, Projection p, int slot, int node) const {
-  const int places = split_rank(call.pair(p)->rank());
+  const int places = parts[int(p)].places;
   bf16* const at = parts[int(p)].a + (all ? call.routes.active[slot] : slot) * parts[int(p)].a_stride;
   if (p != Projection::kDown) return dense_matrix(at, places, call.weights.shape().hidden);
   return dense_matrix(at + size_t(places) * call.weights.begin(node), places, call.weights.width(node));
 }
 
 PackedMatrix PackedLora::b(const Call& call, Projection p, int slot, int node) const {
-  const int places = split_rank(call.pair(p)->rank());
+  const int places = parts[int(p)].places;
   bf16* const at = parts[int(p)].b + (all ? call.routes.active[slot] : slot) * parts[int(p)].b_stride;
   if (p == Projection::kDown) return dense_matrix(at, call.weights.shape().hidden, places);
   return dense_matrix(at + size_t(places) * call.weights.begin(node), call.weights.width(node), places);
@@ -183,7 +187,7 @@ PackedLora pack_lora(const Call& call) {
   return packed;
 }
 
-std::shared_ptr<const KeptLora> keep_lora(const Call& call) {
+std::shared_ptr<KeptLora> keep_lora(const Call& call) {
   const int experts = int(call.routes.active.size());
   const auto kept = std::make_shared<KeptLora>();
   const CallDims dims = dims_of(call);
@@ -195,8 +199,27 @@ std::shared_ptr<const KeptLora> keep_lora(const Call& call) {
   return kept;
 }
 
+void Adapters::find(const Routes& routes) {
+  std::vector<int> seen(loras.size(), kNoAdapter);  // the slot in which each adapter was seen last
+  first = {0};
+  for (const RowChunk& rows : routes.experts) {
+    for (int row = rows.begin; row < rows.begin + rows.rows; row++) {
+      const int adapter = of_token[routes.token(row)];
+      if (adapter == kNoAdapter || std::exchange(seen[adapter], rows.slot) == rows.slot) continue;
+      of_slot.push_back(adapter);
+    }
+    std::sort(of_slot.begin() + first.back(), of_slot.end());
+    for (int i = first.back(); i < int(of_slot.size()); i++) {
+      packed.push_back(packed_rows);
+      packed_rows += pad_rows(rows.rows);
+    }
+    most = std::max(most, int(of_slot.size()) - first.back());
+    first.push_back(int(of_slot.size()));
+  }
+}
+
 void low_rank_product(const Call& call, Pass pass, const PackedMatrix& m, int rank, const bf16* x,
-                      const RowChunk& chunk, const LowRank& out, Scratch& scratch) {
+                      const RowChunk& chunk, const LowRank& out, Scratch& scratch, int adapter) {
   const VectorKernels& vec = call.vec();
   const int places = split_rank(rank), strips = pad_rows(chunk.rows) / kTileRows;
   float* const c = scratch.take<float>(size_t(strips) * kTileRows * kMaxOutputs);
@@ -211,7 +234,8 @@ void low_rank_product(const Call& call, Pass pass, const PackedMatrix& m, int ra
               .tokens = chunk.rows,
               .scratch = gemm});
     if (pass == Pass::kForward) vec.unturn(outs / 32 * strips, c);
-    for (int t = 0; t < chunk.rows; t++)
+    for (int t = 0; t < chunk.rows; t++) {
+      if (adapter != kNoAdapter && call.adapter(chunk.begin + t) != adapter) continue;
       for (int panel = 0; panel < outs / 32; panel++) {
         const float* const sums = c + result_piece(panel, t / kTileRows, chunk.rows) + t % kTileRows * 32;
         const int block = first / 32 + panel;
@@ -222,6 +246,7 @@ void low_rank_product(const Call& call, Pass pass, const PackedMatrix& m, int ra
           at[0] = at[kRankBlock] = to_bf16(v);
         }
       }
+    }
   }
   if (!out.operand) return;
   for (int s = 0; s < strips; s++) {

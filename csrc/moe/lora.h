@@ -49,6 +49,23 @@ struct Lora {
   uint64_t key(Projection p, int route) const;
 };
 
+constexpr int kNoAdapter = -1;
+
+// LoRA of several adapters in one forward: each token has one of them, or none.
+struct Adapters {
+  std::vector<const Lora*> loras;  // all kept, without dropout
+  const int32_t* of_token;         // [tokens]: a number within `loras`, or kNoAdapter
+  // The adapters of slot s's rows, ascending, are of_slot[first[s]] to of_slot[first[s + 1] - 1].
+  std::vector<int> first{}, of_slot{};
+  std::vector<int> packed{};  // for each of of_slot: its first row in buffers of operands, of all its expert's rows
+  int packed_rows = 0;        // of these buffers
+  int most = 0;               // adapters that one expert's rows have
+
+  // Fills in what depends on the routes.
+  void find(const Routes& routes);
+  int count(int slot) const { return first[slot + 1] - first[slot]; }
+};
+
 constexpr int kRankBlock = 16;
 static constexpr int split_rank(int rank) { return (rank + kRankBlock - 1) / kRankBlock * 2 * kRankBlock; }
 
@@ -57,6 +74,7 @@ struct PackedLora {
   struct Part {
     bf16 *a = nullptr, *b = nullptr;
     size_t a_stride = 0, b_stride = 0;  // from one slot to the next; if `all`, from one expert to the next
+    int places = 0;                     // split_rank
   };
   Part parts[kProjections];
   bool all = false;
@@ -73,23 +91,26 @@ PackedLora pack_expert_lora(const Call& call, int slot, Scratch& memory, Scratch
 struct KeptLora {
   PackedLora packed;
   NodeBuffer memory;
+  uint64_t layer = 0;  // number of the layer within the process; no other layer may use this
 };
 // Packs the parameters of the active experts, which must be all experts.
-std::shared_ptr<const KeptLora> keep_lora(const Call& call);
+std::shared_ptr<KeptLora> keep_lora(const Call& call);
 
 // The result of a low-rank product.
 struct LowRank {
   float* rows = nullptr;    // [rows, r], for gradients
-  bf16* operand = nullptr;  // [packed rows, split_rank]: L of a GEMM
+  bf16* operand = nullptr;  // [packed rows, split_rank]: L of a GEMM; with adapters each one's, see Adapters::packed
+  int first = 0;            // the row of Adapters::packed at which `operand` begins
 
-  const bf16* operand_at(const RowChunk& chunk, int rank) const {
+  bf16* operand_at(const RowChunk& chunk, int rank) const {
     return operand + activation_elements(chunk.packed, split_rank(rank));
   }
 };
 
-// out = x M^T in forward, x M in backward, for the rows of one chunk. x points at the chunk's first strip.
+// out = x M^T in forward, x M in backward, for the rows of one chunk. x points at the chunk's first strip. If `adapter`
+// is the number of one of the call's adapters, rows of other adapters get zeros.
 void low_rank_product(const Call& call, Pass pass, const PackedMatrix& m, int rank, const bf16* x,
-                      const RowChunk& chunk, const LowRank& out, Scratch& scratch);
+                      const RowChunk& chunk, const LowRank& out, Scratch& scratch, int adapter = kNoAdapter);
 
 // Sets dropped elements of x [chunk's rows, cols] to zero; `first` is its first column in the projection's input.
 void drop_rows(const Call& call, Projection p, const RowChunk& chunk, bf16* x, int cols, int first, bool turned);

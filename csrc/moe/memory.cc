@@ -18,6 +18,7 @@ RowCounts RowCounts::of(const Routes& routes) {
   RowCounts counts{.rows = routes.rows,
                    .packed_rows = routes.packed_rows,
                    .experts = int64_t(routes.active.size()),
+                   .operand_rows = routes.packed_rows,
                    .calls = int64_t(routes.calls.size())};
   for (const RowChunk& expert : routes.experts) counts.longest = std::max<int64_t>(counts.longest, expert.rows);
   return counts;
@@ -27,6 +28,7 @@ RowCounts RowCounts::expected(int64_t rows, double experts) {
   const double mean = double(rows) / std::max(experts, 1.);
   RowCounts counts{.rows = rows, .experts = std::lround(experts)};
   counts.packed_rows = padded(std::lround(experts * std::max(mean + (kRowPad - 1) / 2., double(kRowPad))));
+  counts.operand_rows = counts.packed_rows;
   counts.longest = std::min(rows, std::lround(mean + 3 * std::sqrt(mean)));
   counts.calls = counts.experts * ceil_div(int(counts.longest), kMaxTokens);
   return counts;
@@ -58,7 +60,7 @@ Buffers<size_t> workspace_sizes(const CallDims& dims, CallWork work, bool by_exp
     if (!dims.ranks[p]) return;
     if (work & (forward ? kKeepsLowRank : kGradients)) at.low_rank[p] = low_rank_size(dims, Projection(p));
     if (work & (forward ? kActivations : kGradients))
-      at.low_rank_operand[p] = activation_bytes(packed, split_rank(dims.ranks[p]));
+      at.low_rank_operand[p] = activation_bytes(by_expert ? 0 : counts.operand_rows, split_rank(dims.ranks[p]));
   };
   Buffers<size_t> sizes;
   if ((work & kActivations) && (!dims.int8 || dims.max_rank())) sizes.x = activation_bytes(packed, hidden);
@@ -117,16 +119,19 @@ size_t lora_scratch_size(const CallDims& dims) {
 size_t scratch_size(const CallDims& dims) {
   const size_t hidden = size_t(dims.shape.hidden);
   const size_t gemm = kGemmScratch + size_t(2) * kMaxTokens * kMaxOutputs * sizeof(float) + kMaxTokens * 8;
+  // The results of all but one of the adapters are added to those of the product
+  const size_t added = dims.counts.adapters > 1 ? size_t(kMaxTokens) * kMaxOutputs * sizeof(float) : 0;
   const size_t gathering = hidden * (kTileRows * 2 * sizeof(bf16) + 2 * sizeof(float)) + lora_scratch_size(dims) +
                            (dims.int8 ? activation_bytes(Routes::kChunkRows, int64_t(hidden)) : 0);
-  return std::max(gemm, gathering) + 4096;
+  return std::max(gemm + added, gathering) + 4096;
 }
 
 size_t expert_memory_size(const CallDims& dims) {
   const int64_t rows = padded(dims.counts.longest), places = split_rank(dims.max_rank());
+  const size_t operands = 3 * size_t(std::max<int64_t>(dims.counts.adapters, 1)) * activation_bytes(rows, places);
   // Backward needs the most: LoRA; dy; d gate, d up, h; three operands; six gradients' transposed low-rank rows
   const size_t bytes = dims.lora_elements() * sizeof(bf16) + activation_bytes(rows, dims.shape.hidden) +
-                       3 * activation_bytes(rows, dims.shape.intermediate) + 3 * activation_bytes(rows, places) +
+                       3 * activation_bytes(rows, dims.shape.intermediate) + operands +
                        6 * activation_bytes(places, rows);
   const size_t int8 = int8_codes_size(rows, dims.shape.hidden) + int8_codes_size(rows, dims.shape.intermediate) +
                       2 * size_t(rows) * sizeof(float);

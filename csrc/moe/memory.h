@@ -54,10 +54,12 @@ struct Workspace : Buffers<Growing> {
 // The rows of a call: routes to this layer's experts.
 struct RowCounts {
   int64_t rows = 0;
-  int64_t packed_rows = 0;  // the same, with every expert's rows padded to kRowPad
-  int64_t experts = 0;      // that have rows
-  int64_t longest = 0;      // rows of the expert that has the most
-  int64_t calls = 0;        // GEMM calls that they take: experts, and the further parts of those beyond kMaxTokens
+  int64_t packed_rows = 0;   // the same, with every expert's rows padded to kRowPad
+  int64_t experts = 0;       // that have rows
+  int64_t longest = 0;       // rows of the expert that has the most
+  int64_t operand_rows = 0;  // rows of LoRA's operands: packed_rows, or those of Adapters
+  int64_t adapters = 1;      // that one expert's rows have at most
+  int64_t calls = 0;         // GEMM calls that they take: experts, and the further parts of those beyond kMaxTokens
 
   static RowCounts of(const Routes& routes);
   // What is to be expected of `rows` routes that reach `experts` experts at random.
@@ -70,7 +72,7 @@ struct CallDims {
   std::vector<int> widths;  // columns of the intermediate dimension on each node
   bool biases = false;
   bool int8 = false;             // W8A8
-  int ranks[kProjections] = {};  // of LoRA; 0 where a projection has none
+  int ranks[kProjections] = {};  // of LoRA, the largest of all adapters; 0 where a projection has none
   bool drops = false;            // LoRA has dropout
   bool packs_lora = true;        // the call packs LoRA, if there is any, instead of finding it packed
   RowCounts counts;

@@ -28,12 +28,73 @@ void product(const Call& call, const GemmArgs& args, const Int8Rows& x, const Ro
 // The rows with dropout applied: the rows themselves without dropout, otherwise a copy.
 const bf16* dropped(const Call& call, Projection p, const RowChunk& chunk, const bf16* rows, int cols, int first,
                     Scratch& scratch) {
-  if (!call.lora->drops()) return rows;
+  if (!call.lora || !call.lora->drops()) return rows;
   const size_t count = activation_elements(pad_rows(chunk.rows), cols);
   bf16* const kept = scratch.take<bf16>(count);
   std::memcpy(kept, rows, count * sizeof(bf16));
   drop_rows(call, p, chunk, kept, cols, first, call.vec().turned);
   return kept;
+}
+
+// Calls fn(pair, packed, operand, adapter) for each LoRA that these rows of one expert have on a projection: that of
+// the call, or those of adapters. `operand` is where the rows' low-rank activations lie.
+template <class Fn>
+void each_lora(const Call& call, const PackedLora& own, Projection p, const LowRank& low_rank, const RowChunk& rows,
+               const Fn& fn) {
+  if (const LoraPair* pair = call.pair(p)) fn(*pair, own, low_rank.operand_at(rows, pair->rank()), kNoAdapter);
+  if (!call.adapters) return;
+  const Adapters& adapters = *call.adapters;
+  const int within = rows.begin - call.routes.experts[rows.slot].begin;
+  for (int i = adapters.first[rows.slot]; i < adapters.first[rows.slot + 1]; i++) {
+    const Lora& lora = *adapters.loras[adapters.of_slot[i]];
+    const LoraPair* const pair = lora.pair(p);
+    if (!pair) continue;
+    const size_t first = activation_elements(adapters.packed[i] - low_rank.first, split_rank(call.dims.ranks[int(p)]));
+    bf16* const at = low_rank.operand + first + activation_elements(within, split_rank(pair->rank()));
+    fn(*pair, lora.kept->packed, at, adapters.of_slot[i]);
+  }
+}
+
+// Computes the rows' low-rank activations of a projection from its input x, the chunk's first strip.
+void low_rank_activations(const Call& call, const PackedLora& own, Projection p, const LowRank& low_rank, int node,
+                          const RowChunk& chunk, const bf16* x, int cols, Scratch& scratch) {
+  const int first = p == kDown ? call.weights.begin(node) : 0;
+  RowChunk here = chunk;
+  here.packed = 0;  // the operand of an adapter is where each_lora says
+  each_lora(call, own, p, low_rank, chunk, [&](const LoraPair& pair, const PackedLora& packed, bf16* at, int adapter) {
+    scratch.reset();
+    low_rank_product(call, Pass::kForward, packed.a(call, p, chunk.slot, node), pair.rank(),
+                     dropped(call, p, chunk, x, cols, first, scratch), here, {.rows = low_rank.rows, .operand = at},
+                     scratch, adapter);
+  });
+}
+
+// Makes LoRA on the rows a part of the product: all of it if they have one LoRA, otherwise that of their first adapter.
+void set_lora(const Call& call, const PackedLora& own, Projection p, const LowRank& low_rank, int node,
+              const RowChunk& rows, PackedMatrix& b, GemmTerm& term) {
+  each_lora(call, own, p, low_rank, rows, [&](const LoraPair&, const PackedLora& packed, bf16* at, int) {
+    if (term.lora) return;
+    b = packed.b(call, p, rows.slot, node);
+    term.lora = &b;
+    term.low_rank = at;
+  });
+}
+
+// Adds LoRA of the rows' other adapters to the product's results. Rows that have another adapter get zeros.
+void add_other_loras(const Call& call, const PackedLora& own, Projection p, const LowRank& low_rank, int node,
+                     const RowChunk& rows, const GemmTerm& term, const GemmArgs& args, float* spare) {
+  if (!call.adapters) return;
+  each_lora(call, own, p, low_rank, rows, [&](const LoraPair&, const PackedLora& packed, bf16* at, int) {
+    if (at == term.low_rank) return;
+    const PackedMatrix b = packed.b(call, p, rows.slot, node);
+    run_gemm(call, Format::kBf16, Pass::kForward,
+             {.terms = {{.w = &b, .out_begin = term.lora_begin, .x = at, .c = spare}},
+              .out_count = args.out_count,
+              .tokens = rows.rows,
+              .scratch = args.scratch});
+    const size_t count = size_t(pad_rows(rows.rows)) * args.out_count;
+    for (size_t i = 0; i < count; i++) term.c[i] += spare[i];
+  });
 }
 
 // Adds LoRA's part of one backward product to c. Dropout masks that part, so it cannot be a term of the base GEMM.
@@ -59,11 +120,7 @@ void ForwardSteps::gather_x(const TokenRows& tokens, const RowChunk& chunk, std:
   if (token >= 0) bad = token;
   if (call.int8) quantize(call, rows, hidden, chunk, act.int8_x);
   for (const Projection p : call.weights.shape().inputs())
-    if (const LoraPair* pair = call.pair(p)) {
-      scratch.reset();
-      low_rank_product(call, Pass::kForward, lora.a(call, p, chunk.slot, 0), pair->rank(),
-                       dropped(call, p, chunk, rows, hidden, 0, scratch), chunk, act.low_rank[int(p)], scratch);
-    }
+    low_rank_activations(call, lora, p, act.low_rank[int(p)], 0, chunk, rows, hidden, scratch);
 }
 
 void ForwardSteps::gate_up_block(int node, const RowChunk& rows, int block, Scratch& scratch) const {
@@ -79,13 +136,12 @@ void ForwardSteps::gate_up_block(int node, const RowChunk& rows, int block, Scra
     matrix[i] = w.matrix(node, rows.expert, p);
     args.terms[i] = term_at(col, matrix[i], x ? x + activation_elements(rows.packed, w.shape().hidden) : nullptr,
                             results(scratch, rows, cols));
-    if (const LoraPair* pair = call.pair(p)) {
-      b[i] = lora.b(call, p, rows.slot, node);
-      args.terms[i].lora = &b[i];
-      args.terms[i].low_rank = act.low_rank[int(p)].operand_at(rows, pair->rank());
-    }
+    set_lora(call, lora, p, act.low_rank[int(p)], node, rows, b[i], args.terms[i]);
   }
+  float* const spare = call.dims.counts.adapters > 1 ? results(scratch, rows, cols) : nullptr;
   product(call, args, act.int8_x, rows, scratch);
+  for (int i = 0; i < count; i++)
+    add_other_loras(call, lora, inputs[i], act.low_rank[int(inputs[i])], node, rows, args.terms[i], args, spare);
   const Activations::PerNode& out = act.nodes[node];
   const size_t at = activation_elements(rows.packed, width) + size_t(col) * kTileRows;
   call.vec().swiglu({.function = call.swiglu,
@@ -104,9 +160,7 @@ void ForwardSteps::gate_up_block(int node, const RowChunk& rows, int block, Scra
 void ForwardSteps::hidden_low_rank(int node, const RowChunk& chunk, Scratch& scratch) const {
   const int width = call.weights.width(node);
   const bf16* const h = act.nodes[node].h + activation_elements(chunk.packed, width);
-  low_rank_product(call, Pass::kForward, lora.a(call, kDown, chunk.slot, node), call.pair(kDown)->rank(),
-                   dropped(call, kDown, chunk, h, width, call.weights.begin(node), scratch), chunk,
-                   act.nodes[node].down, scratch);
+  low_rank_activations(call, lora, kDown, act.nodes[node].down, node, chunk, h, width, scratch);
 }
 
 void ForwardSteps::down_block(int node, const RowChunk& rows, int block, bf16* y, Scratch& scratch) const {
@@ -116,14 +170,13 @@ void ForwardSteps::down_block(int node, const RowChunk& rows, int block, bf16* y
   PackedMatrix b;
   float* const c = results(scratch, rows, cols);
   GemmTerm term = term_at(col, matrix, act.nodes[node].h + activation_elements(rows.packed, w.width(node)), c);
-  if (const LoraPair* pair = call.pair(kDown)) {
-    b = lora.b(call, kDown, rows.slot, node);
-    term.lora = &b;
-    term.low_rank = act.nodes[node].down.operand_at(rows, pair->rank());
-  }
+  const LowRank& low_rank = act.nodes[node].down;
+  set_lora(call, lora, kDown, low_rank, node, rows, b, term);
+  float* const spare = call.dims.counts.adapters > 1 ? results(scratch, rows, cols) : nullptr;
   const GemmArgs args{
       .terms = {term}, .out_count = cols, .tokens = rows.rows, .scratch = scratch.take<char>(kGemmScratch)};
   product(call, args, act.nodes[node].int8_h, rows, scratch);
+  add_other_loras(call, lora, kDown, low_rank, node, rows, term, args, spare);
   call.vec().store_rows(Pass::kForward, rows.rows, cols, c, affine_at(matrix, col),
                         y + size_t(rows.begin) * hidden + col, hidden);
 }

@@ -57,11 +57,14 @@ def chat(
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
     server: AbstractContextManager[str] = nullcontext(target)
     if "://" not in target:
+        from ktft.cli.serve import named_adapters
         from ktft.serve.runtime.settings import ServeSettings
 
+        adapters = named_adapters([str(adapter)] if adapter else ())
+        name = name or (adapters[0][0] if adapters else None)
         settings = ServeSettings(
             str(Path(target)),
-            adapter=str(adapter) if adapter else None,
+            adapters=adapters,
             adapter_swap=True,
             expert_format=expert_format,
             threads=threads,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ktft.checkpoint.routing_profile import find_routing
 from ktft.cli.progress import Phases
-from ktft.config import ADMIN_KEY_ENV, API_KEY_ENV, DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS
+from ktft.config import ADMIN_KEY_ENV, API_KEY_ENV, DEFAULT_EXPERT_FORMAT, EXPERT_FORMATS, MAX_ADAPTERS
 from ktft.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -33,8 +33,11 @@ def serve(
     extra: Annotated[
         list[str] | None, typer.Argument(metavar="[-- ENGINE ARGUMENTS]", help="Further arguments of the engine, vLLM.")
     ] = None,
-    adapter: Annotated[Path | None, typer.Option(help="Directory of an adapter to serve, unmerged.")] = None,
-    adapter_name: Annotated[str | None, typer.Option(help="What requests call it. [its directory's name]")] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]DIR", help="An adapter to serve, unmerged; again for more. [NAME: that of DIR]"),
+    ] = None,
+    adapter_name: Annotated[str | None, typer.Option(help="What requests call it, if there is one.")] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="What requests call the base model. [its directory's name]")
     ] = None,
@@ -64,6 +67,9 @@ def serve(
     adapter_swap: Annotated[
         bool, typer.Option("--adapter-swap", help="Let adapters be loaded while it runs; --adapter does too.")
     ] = False,
+    max_adapters: Annotated[
+        int | None, typer.Option(min=1, help=f"Adapters that are served at once. [{MAX_ADAPTERS}; with a GPU 1]")
+    ] = None,
     max_lora_rank: Annotated[int, typer.Option(min=1, help="Largest rank of an adapter.")] = 64,
     swap_timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds that requests and a change of the adapter wait for each other.")
@@ -94,13 +100,14 @@ def serve(
     from ktft.serve.front import launch
     from ktft.serve.runtime.settings import ServeSettings
 
-    routing = routing_profile or find_routing(adapter, model)
+    adapters = named_adapters(adapter or (), adapter_name)
+    routing = routing_profile or find_routing(Path(adapters[0][1]) if adapters else None, model)
     settings = ServeSettings(
         checkpoint=str(model),
         served_name=served_model_name,
-        adapter=str(adapter) if adapter else None,
-        adapter_name=adapter_name,
-        adapter_swap=adapter_swap or adapter is not None,
+        adapters=adapters,
+        adapter_swap=adapter_swap or bool(adapters),
+        max_adapters=max_adapters,
         expert_format=expert_format,
         dense_format=None if dense_format == "bf16" else dense_format,
         expert_checkpoint=str(expert_checkpoint) if expert_checkpoint else None,
@@ -129,6 +136,23 @@ def serve(
     with _files(console, verbose) as (place, progress):
         watcher = _watcher(console, progress, options)
         launch.run(settings, options, found, place, watcher, verbose=verbose, supervise=supervise)
+
+
+def named_adapters(given: Sequence[str], name: str | None = None) -> tuple[tuple[str, str], ...]:
+    """Names and directories of adapters that are given as `DIR` or `NAME=DIR`; `name` is that of the only one.
+
+    Raises:
+        ValueError: there is a `name`, but not one adapter.
+    """
+    if name is not None and len(given) != 1:
+        raise ValueError(
+            f"--adapter-name is {name}, and there are {len(given)} adapters; give --adapter NAME=DIR for each"
+        )
+    found = []
+    for text in given:
+        own, _, path = ("", "", text) if "=" not in text or Path(text).is_dir() else text.partition("=")
+        found.append((name or own or Path(path).resolve().name, str(Path(path).absolute())))
+    return tuple(found)
 
 
 @contextmanager
@@ -168,8 +192,10 @@ def _watcher(console: Console, progress: Phases, options: Options) -> Watcher:
 
     def ready(settings: ServeSettings) -> None:
         progress.end()
-        served = settings.served_adapter
-        name = f"{served[0]} (adapter of {settings.base_name})" if served else settings.base_name
+        names = ", ".join(name for name, _ in settings.adapters)
+        name = f"{names} (adapter of {settings.base_name})" if names else settings.base_name
+        if names and not settings.one_at_a_time:
+            name = f"{settings.base_name} and its adapters {names}"
         console.print(Text(f"serving {name} at {url(options)}/v1; Ctrl-C ends it", style="green"), soft_wrap=True)
 
     def crashed(failure: Failed, pause: float) -> None:

@@ -14,6 +14,7 @@ PATCHES = (
     *peft.PATCHES,
     *peft.OTHERS,
     *llamafactory.PATCHES,
+    *vllm.OF_PROCESS,
     *vllm.OTHERS,
 )
 """All rows."""

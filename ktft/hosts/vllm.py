@@ -27,5 +27,22 @@ BASE_MODEL_PATHS = Patch(
     "Responses carry the name of the adapter that is served now. vLLM's own names are fixed when the server starts.",
     on_instances=True,
 )
-OTHERS = (COMPUTE_LOGITS, QUANT_METHOD, BASE_MODEL_PATHS)
+LORA_REQUESTS = Patch(
+    "vllm.entrypoints.openai.models.serving.OpenAIServingModels",
+    "lora_requests",
+    "ktft.serve.vllm.middleware:VllmClient",
+    "Names of requests stand for the adapters that ktft has loaded. vLLM's own way to load one reads it with vLLM's "
+    "LoRA manager, which has no LoRA on packed experts.",
+    on_instances=True,
+)
+LOAD_LORA_MODEL = Patch(
+    "vllm.v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin",
+    "load_lora_model",
+    "ktft.serve.vllm.lora_manager:load_lora_model",
+    "The model runner tells ktft's manager which adapter each token has. vLLM lets nobody choose the manager, and its "
+    "own would wrap the layers.",
+)
+OF_PROCESS = (LOAD_LORA_MODEL,)
+"""For the whole process of a server."""
+OTHERS = (COMPUTE_LOGITS, QUANT_METHOD, BASE_MODEL_PATHS, LORA_REQUESTS)
 """Put on single objects."""

@@ -6,7 +6,7 @@ Everything here takes and returns CPU tensors.
 from ktft.held import ELSEWHERE
 from ktft.native.extension import FORMATS
 from ktft.native.hybrid import HostExperts, HostExpertsError
-from ktft.native.layer import ExpertLayer, Gradients
+from ktft.native.layer import ExpertLayer, Gradients, KeptLora
 from ktft.native.machine import (
     LayerMemory,
     Runtime,
@@ -31,6 +31,7 @@ __all__ = [
     "Gradients",
     "HostExperts",
     "HostExpertsError",
+    "KeptLora",
     "LayerMemory",
     "Runtime",
     "StreamedMemory",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,13 @@ from ktft.native.machine import Runtime
 from ktft.native.packed import PackedSlice
 from ktft.native.tensors import INTEGERS, address, check_like, check_memory, described, native_lora
 from ktft.swiglu import SILU, Swiglu
+
+
+@dataclass(frozen=True)
+class KeptLora:
+    """One adapter's LoRA on a layer's experts, packed for that layer by `ExpertLayer.keep_lora`."""
+
+    handle: Any
 
 
 @dataclass
@@ -264,6 +272,62 @@ class ExpertLayer:
             self._address(out, "out"),
         )
         return out, saved
+
+    def keep_lora(self, lora: ExpertLora) -> KeptLora:
+        """Pack adapters once for many calls of `forward_adapters`. `lora` is not needed after that.
+
+        The packed tensors take 4 bytes for each value, of ranks rounded up to a multiple of 16.
+
+        Raises:
+            ValueError: the adapters have dropout, do not fit this layer, or the core cannot take a shape or dtype.
+        """
+        if lora.dropout:
+            raise ValueError(f"{self.name}: the adapters have dropout {lora.dropout}, which is for training")
+        adapters, _keep_alive = self.native_lora(lora)
+        if adapters is None:
+            raise ValueError(f"{self.name}: there are no adapters to keep: no projection has one")
+        return KeptLora(self.handle.keep(adapters))
+
+    def forward_adapters(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        loras: Sequence[KeptLora],
+        adapter_of_token: Tensor,
+        activation_bits: int = 16,
+    ) -> Tensor:
+        """`forward` without a backward, with an adapter for each token. Base weights are read once for all adapters.
+
+        Args:
+            hidden_states, top_k_index, top_k_weights, activation_bits: as in `forward`.
+            loras: what `keep_lora` of this layer returned. Their ranks and projections may differ.
+            adapter_of_token: `[T]` integer, a number within `loras`; -1 marks tokens without an adapter.
+
+        Returns:
+            `[T, H]` in the input's dtype.
+
+        Raises:
+            ValueError: as in `forward`; or an adapter's number is out of range, or was kept by another layer.
+        """
+        x, index, weights = self._inputs(hidden_states, top_k_index, top_k_weights)
+        if adapter_of_token.shape != (len(x),) or adapter_of_token.dtype not in INTEGERS:
+            raise ValueError(
+                f"{self.name}: adapter_of_token must be integers [{len(x)}], got {described(adapter_of_token)}"
+            )
+        of_token, out = adapter_of_token.to(torch.int32).contiguous(), torch.empty_like(x)
+        self.handle.forward_adapters(
+            self._address(x, "hidden_states"),
+            DTYPES[x.dtype],
+            self._address(index, "top_k_index"),
+            self._address(weights, "top_k_weights"),
+            *index.shape,
+            [lora.handle for lora in loras],
+            self._address(of_token, "adapter_of_token"),
+            activation_bits,
+            self._address(out, "out"),
+        )
+        return out
 
     def prepare(self, top_k_index: Tensor) -> Any:
         """The handle that `forward` returns with `recompute`. This does not compute the experts.

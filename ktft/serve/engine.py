@@ -68,7 +68,9 @@ class Engine:
       status file;
     - end with its parent (`ktft.serve.front.processes.follow`), and within `DRAIN` seconds of SIGTERM;
     - answer `GET /health` with 200 once it serves;
-    - put a `ktft.serve.front.gate.Gate` before its HTTP application.
+    - put a `ktft.serve.front.gate.Gate` before its HTTP application;
+    - unless `one_at_a_time`, compute each request with the adapter of its model's name, and let no prompt use KV cache
+      of another number than its own adapter's.
 
     Attributes:
         name: what messages call the engine.
@@ -110,11 +112,13 @@ class Paths:
         computes: paths that take a request for a model -> whether the request has to name the model.
         admin: paths that change what every user gets, for which the admin key is needed.
         passed: paths that need no check.
+        reserved: names that no adapter can have.
     """
 
     computes: Mapping[str, bool]
     admin: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
+    reserved: tuple[str, ...] = ()
 
 
 class EngineError(Exception):
@@ -137,6 +141,18 @@ class Client(Protocol):
         Raises:
             EngineError: it did not work. What was served before still is, unless the message has `MIXED`.
         """
+
+    async def add_adapter(self, number: int, path: str) -> dict[str, Any]:
+        """Load the adapter in this directory beside those that are served; see `ktft.serve.runtime.swap.add_adapter`.
+
+        Returns what `set_adapter` does, and raises EngineError if it did not work: then nothing has changed.
+        """
+
+    async def remove_adapter(self, number: int) -> None:
+        """Serve an adapter no longer. No request for it is in flight. Raises EngineError; it then is still there."""
+
+    def announce(self, adapters: Mapping[str, tuple[int, str]]) -> None:
+        """From now on these names stand for these adapters: number, and directory."""
 
     async def status(self) -> dict[str, Any]:
         """`ktft.serve.runtime.served_model.ServedModel.status`. It raises any exception if the engine is dead."""

@@ -15,7 +15,10 @@ FAKE = Engine(
     check_extra=lambda extra: None,
     allowed_origins=lambda extra: tuple(json.loads(extra[-1])) if extra else (),
     arguments=lambda settings, options, found: ["--port", str(options.port), *options.extra],
-    environment=lambda given, settings, found: {**given, "FAKE_NAME": (settings.served_adapter or ("base",))[0]},
+    environment=lambda given, settings, found: {
+        **given,
+        "FAKE_NAME": ",".join(name for name, _ in settings.adapters) or "base",
+    },
     server_memory=1 << 20,
     kv_block=64,
     latent_on_cpu=True,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from ktft.serve.vllm.middleware import PATHS
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 STATUS = {
-    "adapter": None,
+    "adapters": [],
     "expert_format": "bf16",
     "isa": "avx2",
     "threads": 2,
@@ -38,9 +38,14 @@ STATUS = {
 
 @dataclass
 class Engine:
-    """A `ktft.serve.engine.Client` that notes its calls."""
+    """A `ktft.serve.engine.Client` that notes its calls.
+
+    `loaded` are the directories of adapters by number, `announced` is what names stand for.
+    """
 
     adapter: str | None = None
+    loaded: dict[int, str] = field(default_factory=dict)
+    announced: dict[str, tuple[int, str]] = field(default_factory=dict)
     name: str = "at start"
     failure: str | None = None
     dead: bool = False
@@ -68,6 +73,20 @@ class Engine:
         self.adapter = path
         return {"adapter": path and {"path": path}, "seconds": 0.1}
 
+    async def add_adapter(self, number: int, path: str) -> dict[str, Any]:
+        result = await self.set_adapter(path)
+        self.adapter, self.calls[-1] = None, f"add {path}"
+        assert number not in self.loaded
+        self.loaded[number] = path
+        return result
+
+    async def remove_adapter(self, number: int) -> None:
+        self._require_alive()
+        self.calls.append(f"remove {self.loaded.pop(number)}")
+
+    def announce(self, adapters: Mapping[str, tuple[int, str]]) -> None:
+        self.announced = dict(adapters)
+
     def rename(self, name: str) -> None:
         self.name = name
 
@@ -80,7 +99,11 @@ class Server:
     """A small engine application. Each token of a response names the adapter that computed it."""
 
     def __init__(self, settings: ServeSettings, registry: CollectorRegistry) -> None:
-        self.engine, self.registry = Engine(settings.adapter), registry
+        self.engine, self.registry = Engine(), registry
+        if settings.one_at_a_time:
+            self.engine.adapter = settings.adapters[0][1] if settings.adapters else None
+        else:
+            self.engine.loaded = {number: path for number, (_, path) in enumerate(settings.adapters, start=1)}
         self.go = asyncio.Event()
         self.go.set()
         self.seen: list[tuple[str, bytes]] = []
@@ -97,8 +120,10 @@ class Server:
             await asgi.answer_json(send, generate_latest(self.registry).decode())
             return
         if scope["path"] == "/v1/models":
-            await asgi.answer_json(send, {"data": [{"id": self.engine.name, "parent": None}]})
+            names = [self.engine.name, *self.engine.announced]
+            await asgi.answer_json(send, {"data": [{"id": name, "parent": None} for name in names]})
             return
+        number, adapter = self.engine.announced.get(json.loads(body).get("model") if body else "", (0, None))
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(3):
             gone, go = asyncio.ensure_future(receive()), asyncio.ensure_future(self.go.wait())
@@ -107,7 +132,10 @@ class Server:
             gone.cancel(), go.cancel()
             if left:
                 return
-            await send({"type": "http.response.body", "body": f"{self.engine.adapter} ".encode(), "more_body": True})
+            if number:  # as the engine would: with what it holds now
+                adapter = self.engine.loaded[number]
+            said = self.engine.adapter if self.gate.settings.one_at_a_time else adapter
+            await send({"type": "http.response.body", "body": f"{said} ".encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -202,10 +230,14 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    """`serve(**settings)` -> a new server. If a test hangs, all threads are printed and the run ends."""
+    """`serve(**settings)` -> a new server, by default with one adapter at a time.
+
+    If a test hangs, all threads are printed and the run ends.
+    """
     checkpoint = tmp_path / "base"
     checkpoint.mkdir()
     common = {"swap_timeout": 60.0, "adapter_swap": True, "status_path": str(tmp_path / "status.json")}
+    common["one_at_a_time"] = True
 
     def make(**settings: Any) -> Server:
         return Server(ServeSettings(str(checkpoint), **common | settings), CollectorRegistry())

@@ -33,9 +33,43 @@ class Served:
         adapter: dict[str, Any] | None = done["adapter"]
         return adapter
 
+    def add_adapter(self, number: int, path: Path) -> dict[str, Any]:
+        """Load one beside others, as the server does."""
+        (done,) = self.llm.collective_rpc("ktft_add_adapter", args=(number, str(path)))
+        return dict(done["adapter"])
+
+    def remove_adapter(self, number: int) -> None:
+        self.llm.collective_rpc("ktft_remove_adapter", args=(number,))
+
+    def together(self, asked: Sequence[tuple[Sequence[int], int]], tokens: int = 4) -> list[tuple[list[int], Tensor]]:
+        """The greedy continuations of prompts, each by the adapter of a number, 0 for the base, in one batch.
+
+        With each come the log-probabilities of all tokens, the prompt's after the first and those of the continuation.
+        """
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        parameters = SamplingParams(temperature=0, max_tokens=tokens, prompt_logprobs=0, logprobs=0, ignore_eos=True)
+        prompts = [{"prompt_token_ids": list(ids)} for ids, _ in asked]
+        adapters = [LoRARequest(f"a{n}", n, f"/a#{n}") if n else None for _, n in asked]
+        found = []
+        for out in self.llm.generate(prompts, parameters, use_tqdm=False, lora_request=adapters):
+            (said,) = out.outputs
+            prompt = zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:], strict=True)
+            every = [*prompt, *zip(said.token_ids, said.logprobs, strict=True)]
+            found.append((list(said.token_ids), torch.tensor([each[i].logprob for i, each in every])))
+        return found
+
     def status(self) -> dict[str, Any]:
         (status,) = self.llm.collective_rpc("ktft_status")
         return dict(status)
+
+    @property
+    def adapter(self) -> dict[str, Any] | None:
+        """What the status tells of the adapter that is served alone."""
+        adapters = self.status()["adapters"]
+        assert len(adapters) < 2
+        return next(iter(adapters), None)
 
     @property
     def model(self) -> Any:
@@ -63,8 +97,13 @@ class Served:
 
 @contextmanager
 def served(checkpoint: Path, *, options: dict[str, Any] | None = None, **settings: Any) -> Iterator[Served]:
-    """Serve a checkpoint. `settings` are `ServeSettings`'s, `options` vLLM's."""
-    settings = {"threads": 1, "adapter_swap": True} | settings
+    """Serve a checkpoint, with one adapter at a time unless told otherwise.
+
+    `settings` are `ServeSettings`'s, `options` vLLM's.
+    """
+    settings = {"threads": 1, "adapter_swap": True, "one_at_a_time": True} | settings
+    if not settings["one_at_a_time"]:
+        options = {"enable_lora": True, "max_loras": settings.get("max_adapters", 8)} | (options or {})
     environment = ENVIRONMENT | ServeSettings(str(checkpoint), **settings).to_env()
     with patch.dict(os.environ, environment), patch.object(experts, "_current", None):
         from vllm.platforms import current_platform

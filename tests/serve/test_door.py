@@ -293,7 +293,7 @@ async def test_a_full_disk_refuses_before_anything_changes(
     assert answer.status_code == 503
     assert "No space left on device" in message(answer) and "Nothing has changed: one is served" in message(answer)
     assert client.server.engine.adapter == paths[0]
-    assert json.loads((tmp_path / "adapter.json").read_text()) == ["one", paths[0]]
+    assert json.loads((tmp_path / "adapter.json").read_text()) == [["one", paths[0]]]
     assert (await client.post(CHAT, json=ASK | {"model": "one"})).status_code == 200
 
 
@@ -320,7 +320,7 @@ async def test_a_failed_change_keeps_the_record(client: Client, tmp_path: Path) 
     assert (await load(client, paths[0], "one")).status_code == 200
     client.server.engine.failure = "out of memory"
     assert (await load(client, paths[1], "two")).status_code == 400
-    assert json.loads((tmp_path / "adapter.json").read_text()) == ["one", paths[0]]
+    assert json.loads((tmp_path / "adapter.json").read_text()) == [["one", paths[0]]]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["adapter.json", "base", "one", "two"]
 
 

@@ -112,7 +112,7 @@ def test_the_server_has_the_model_that_was_trained(
     served_checkpoint: Path, trained: Path, server: Server, adapted: str
 ) -> None:
     """It gives the log-probabilities of the model that was trained, within the noise of bf16."""
-    done = training("ktft", *verify(server, served_checkpoint, trained))
+    done = training("ktft", *verify(server, served_checkpoint, trained), "--served-model-name", adapted)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["verdict"] == "adapter applied", report["problems"]

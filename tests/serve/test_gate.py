@@ -132,7 +132,8 @@ async def test_keys_guard_everything_but_health(serve: Serve, tuned: str, monkey
 async def test_status_and_metrics(server: Server, tuned: str) -> None:
     await load(server, tuned)
     status = json.loads((await done(server, "/ktft/status")).body)
-    assert status["adapter"] == {"name": "tuned", "path": tuned}
+    assert status["models"] == ["tuned"] and status["base"] == "base"
+    assert status["adapters"] == [{"name": "tuned", "path": tuned, "requests_in_flight": 0}]
     assert status["adapter_swaps"] == 1 and status["requests_in_flight"] == 0
     assert status["engine"] == STATUS
     assert json.loads((await done(server, "/ktft/routing")).body) == {"layout": 1, "layers": STATUS["heat"]}
@@ -144,6 +145,7 @@ async def test_status_and_metrics(server: Server, tuned: str) -> None:
         'ktft_adapter_info{base="base",name="tuned"} 1.0',
         "ktft_adapter_swaps_total 1.0",
         "ktft_requests_in_flight 0.0",
+        'ktft_model_requests_in_flight{model="tuned"} 0.0',
     ):
         assert f"{line}\n" in text
     assert server.engine.calls.count("status") == 1  # cached

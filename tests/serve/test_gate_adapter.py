@@ -1,4 +1,4 @@
-"""The gate in front of an engine's server: adapter changes while requests are in flight."""
+"""The gate in front of an engine's server: one adapter at a time changes while requests are in flight."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ async def test_load_and_unload(server: Server, tuned: str, tmp_path: Path) -> No
     assert server.engine.name == "tuned"
     models = json.loads((await done(server, "/v1/models")).body)
     assert models == {"data": [{"id": "tuned", "parent": "base", "root": tuned}]}
-    assert json.loads((tmp_path / "adapter.json").read_text()) == ["tuned", tuned]
+    assert json.loads((tmp_path / "adapter.json").read_text()) == [["tuned", tuned]]
 
     assert (await unload(server, "other")).status == 404
     assert (await unload(server)).status == 200
     assert server.engine.adapter is None
     assert (await ask(server, "tuned")).status == 404
     assert (await ask(server, "base")).status == 200
-    assert json.loads((tmp_path / "adapter.json").read_text()) is None
+    assert json.loads((tmp_path / "adapter.json").read_text()) == []
     assert (await unload(server)).status == 404
 
 
@@ -61,7 +61,7 @@ async def test_a_server_without_adapter_swap_loads_none(serve: Serve, tuned: str
 
 
 async def test_an_adapter_given_at_the_start(serve: Serve, tmp_path: Path) -> None:
-    server = serve(adapter=adapter(tmp_path / "tuned"), adapter_name="mine")
+    server = serve(adapters=(("mine", adapter(tmp_path / "tuned")),))
     assert (await ask(server, "base")).status == 404
     assert (await ask(server, "mine")).status == 200
 
@@ -150,7 +150,7 @@ async def test_swaps_run_one_after_the_other(server: Server, tmp_path: Path) -> 
     await waits
     assert answered.body == f"{paths[0]} ".encode() * 3
     assert server.engine.calls == ["reset", f"set {paths[0]}", "reset", f"set {paths[1]}"]
-    assert server.gate.swaps == 2
+    assert server.gate.adapters.changes == 2
 
 
 async def test_many_swaps_under_load_never_mix_adapters(server: Server, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ async def test_bad_loads_are_refused_without_waiting(server: Server, content: An
 async def test_a_swap_waits_until_prefixes_are_forgotten(
     serve: Serve, tuned: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ktft.serve.front.gate._RESET_PAUSE", 0.0)
+    monkeypatch.setattr("ktft.serve.front.adapters._RESET_PAUSE", 0.0)
     server = serve()
     server.engine.busy = 3
     assert (await load(server, tuned)).status == 200

@@ -110,8 +110,8 @@ def test_the_command_refuses_before_it_starts(
 
     adapter = random_adapter(base, tmp_path / "tuned", r=16)
     assert "--max-lora-rank is 8; give --max-lora-rank 16" in refused(base, "--adapter", adapter, "--max-lora-rank", 8)
-    assert "both called 'tuned'" in refused(base, "--adapter", adapter, "--served-model-name", "tuned")
-    assert "has no adapter_config.json" in refused(base, "--adapter", base)
+    assert "2 models are called 'tuned'" in refused(base, "--adapter", adapter, "--served-model-name", "tuned")
+    assert "has no adapter_config.json" in refused(base, "--adapter", f"x={base}")
     whole = random_adapter(base, tmp_path / "whole", modules_to_save=["lm_head"])
     assert "merge it: ktft merge" in refused(base, "--adapter", whole)
 
@@ -251,11 +251,14 @@ def test_the_kv_cache_limits_the_context(served_checkpoint: Path) -> None:
 
 def test_vllm_gets_its_arguments_and_never_the_key(tmp_path: Path) -> None:
     found = Findings(VLLM, "qwen3_moe", False, 512, 1 << 20)
-    settings = ServeSettings(str(tmp_path), adapter=str(tmp_path), adapter_name="tuned")
+    settings = ServeSettings(str(tmp_path), served_name="base", adapters=(("tuned", str(tmp_path)),))
     options = Options(api_key="secret", extra=("--seed", "3"))
     words = VLLM.arguments(settings, options, found)
     pairs = dict(pairwise(words))
-    assert (pairs["--served-model-name"], pairs["--tool-call-parser"]) == ("tuned", "hermes")
+    assert (pairs["--served-model-name"], pairs["--tool-call-parser"]) == ("base", "hermes")
+    assert "--enable-lora" in words and pairs["--max-loras"] == "8"
+    one = VLLM.arguments(replace(settings, one_at_a_time=True), options, found)
+    assert dict(pairwise(one))["--served-model-name"] == "tuned" and "--enable-lora" not in one
     assert pairs["--quantization"] == pairs["--load-format"] == "ktft"
     assert words[-2:] == ["--seed", "3"] and "secret" not in words
     for model_type, text, parser in (("deepseek_v3", "", False), ("deepseek_v3", "<｜tool▁calls▁begin｜>", True)):  # noqa: RUF001
@@ -399,18 +402,19 @@ def test_an_engine_that_cannot_start_is_not_restarted(parent: Callable[..., Pare
     assert "the server could not start: ValueError: layer 3 lacks a tensor" in said
 
 
-def test_supervision_restores_the_current_adapter(parent: Callable[..., Parent], tmp_path: Path) -> None:
+def test_supervision_restores_the_current_adapters(parent: Callable[..., Parent], tmp_path: Path) -> None:
     server = parent("crash serve", "--supervise")
     server.said("serving")
     (folder,) = server.files
-    assert json.loads((folder / "adapter.json").read_text()) is None
-    (folder / "adapter.json").write_text(json.dumps(["tuned", str(tmp_path)]))
+    assert json.loads((folder / "adapter.json").read_text()) == []
+    adapters = [["tuned", str(tmp_path)], ["other", str(tmp_path)]]
+    (folder / "adapter.json").write_text(json.dumps(adapters))
     server.go()
-    said = server.said("serving tuned")
-    assert "starting it again in 1 s" in said and "serving tuned (adapter of" in said
+    said = server.said("its adapters tuned, other at")
+    assert "starting it again in 1 s" in said
     first, second = server.starts()
-    assert first["adapter"] is None and (second["adapter"], second["name"]) == (str(tmp_path), "tuned")
-    assert (first["environment"], second["environment"]) == ("base", "tuned")
+    assert (first["adapters"], second["adapters"]) == ([], adapters)
+    assert (first["environment"], second["environment"]) == ("base", "tuned,other")
     server.tell(signal.SIGTERM)
     assert server.ended()[0] == 0
 
@@ -425,7 +429,7 @@ def test_supervision_never_guesses_the_adapter(parent: Callable[..., Parent]) ->
     server.go()
     code, said = server.ended()
     assert code != 0 and len(server.starts()) == 1
-    assert f"{folder / 'adapter.json'}, which names the adapter that was loaded last, cannot be read" in said
+    assert f"{folder / 'adapter.json'}, which names the adapters that were served, cannot be read" in said
 
 
 def test_supervision_gives_up(parent: Callable[..., Parent]) -> None:

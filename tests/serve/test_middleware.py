@@ -82,5 +82,5 @@ def test_the_gate_needs_nothing_but_the_application(tmp_path: Path, monkeypatch:
     for name, value in ServeSettings(str(tmp_path), served_name="mine").to_env().items():
         monkeypatch.setenv(name, value)
     gate = VllmGate(object(), registry=CollectorRegistry())
-    assert gate.served == "mine" and gate.connect is VllmClient
+    assert gate.adapters.names == ["mine"] and gate.connect is VllmClient
     assert {"/v1/chat/completions", "/abort_requests"} <= {*gate.paths.computes, *gate.door.admin_paths}

@@ -97,7 +97,7 @@ def test_swaps_are_exact_and_free_the_old_tensors(qwen: Served, base: Path, tmp_
     left: list[weakref.ref[Tensor]] = []
     for adapter in (one, None, two, one, two, None, one):
         told = qwen.set_adapter(adapter)
-        assert (told and told["path"]) == (adapter and str(adapter)) and qwen.status()["adapter"] == told
+        assert (told and told["path"]) == (adapter and str(adapter)) and qwen.adapter == told
         assert (qwen.greedy(), qwen.logprobs().tolist()) == said[adapter]
         gc.collect()
         assert not [each for each in left if each() is not None], "tensors of the one before are still in memory"
@@ -131,7 +131,7 @@ def test_running_out_of_memory_during_a_swap_changes_nothing(
                 patch.setattr(KtftLinearMethod, "put", out_of_memory)
                 with pytest.raises(Exception, match="out of memory"):
                     qwen.set_adapter(adapter)
-            assert torch.equal(qwen.logprobs(), before) and qwen.status()["adapter"] == told
+            assert torch.equal(qwen.logprobs(), before) and qwen.adapter == told
 
 
 def test_a_swap_that_cannot_be_undone_says_so(
@@ -156,7 +156,7 @@ def test_a_swap_that_cannot_be_undone_says_so(
 def test_a_bad_adapter_leaves_the_current_one(qwen: Served, base: Path, bases: dict[str, Path], tmp_path: Path) -> None:
     good = random_adapter(base, tmp_path / "good", seed=3)
     qwen.set_adapter(good)
-    before, status = qwen.logprobs(), qwen.status()["adapter"]
+    before, status = qwen.logprobs(), qwen.adapter
 
     def broken(change: Callable[[dict[str, Tensor]], Any]) -> Path:
         """A copy of `good` with changed tensors and no checksums."""
@@ -189,7 +189,7 @@ def test_a_bad_adapter_leaves_the_current_one(qwen: Served, base: Path, bases: d
     ):
         with pytest.raises(Exception, match=message):
             qwen.set_adapter(path)
-        assert qwen.status()["adapter"] == status
+        assert qwen.adapter == status
     qwen.llm.reset_prefix_cache()
     assert torch.equal(qwen.logprobs(), before)
 
@@ -198,7 +198,7 @@ def test_too_little_memory_is_refused_before_anything_changes(
     qwen: Served, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ktft.serve.runtime.served_adapter.available_memory", lambda: 1 << 16)
-    with pytest.raises(ValueError, match=r"MiB of memory, 0.1 MiB are free .*unload that one first"):
+    with pytest.raises(ValueError, match=r"MiB of memory, 0.1 MiB are free .*unload an adapter first"):
         qwen.set_adapter(random_adapter(base, tmp_path / "big"))
 
 

@@ -24,8 +24,9 @@ def test_an_adapter_from_the_start_in_compiled_code(tmp_path: Path) -> None:
     base = write_checkpoint("dsv3", tmp_path / "base", **DSV3)
     one = random_adapter(base, tmp_path / "one", target_modules=["q_a_proj", "kv_a_proj_with_mqa"])
     others = [random_adapter(base, tmp_path / each, target_modules=[each]) for each in PROJECTIONS]
-    with served(base, options=MLA | {"enforce_eager": False}, adapter=str(one), max_lora_rank=8) as running:
-        assert running.status()["adapter"]["name"] == "one"
+    named, options = (("one", str(one)),), MLA | {"enforce_eager": False}
+    with served(base, options=options, adapters=named, max_lora_rank=8) as running:
+        assert running.adapter["name"] == "one"
         (first, *_) = slots_of(running.model).values()
         assert len(getattr(first, A)) == 8 * len(first.output_partition_sizes)
         with_one = running.logprobs()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -154,24 +157,37 @@ def test_clients_that_disconnect(server: Server) -> None:
 
 @pytest.fixture
 def adapter(server: Server, tmp_path: Path) -> Iterator[Path]:
-    """An adapter's directory. After the test the base model is served again."""
+    """An adapter's directory. After the test the base model alone is served again."""
     yield random_adapter(server.checkpoint, tmp_path / "tuned")
-    if (loaded := status(server)["adapter"]) is not None:
-        assert server.post("/v1/unload_lora_adapter", lora_name=loaded["name"]).status_code == 200
+    for loaded in status(server)["adapters"]:
+        unload(server, loaded["name"])
 
 
-def logprobs(server: Server, model: str) -> list[float]:
+def load(server: Server, name: str, path: Path) -> None:
+    answer = server.post("/v1/load_lora_adapter", lora_name=name, lora_path=str(path))
+    assert answer.status_code == 200 and answer.json()["model"] == name, answer.text
+
+
+def unload(server: Server, name: str) -> None:
+    assert server.post("/v1/unload_lora_adapter", lora_name=name).status_code == 200
+
+
+def logprobs(server: Server, model: str, word: str = "abc") -> list[float]:
     """Log-probabilities after a prompt that is longer than a block of KV cache, so that its prefix is cached."""
-    body = {"prompt": "abc" * 50, "max_tokens": 4, "temperature": 0, "logprobs": 1}
+    body = {"prompt": word * 50, "max_tokens": 4, "temperature": 0, "logprobs": 1}
     response = server.post(COMPLETIONS, model=model, **body).json()
     assert response["model"] == model
     return response["choices"][0]["logprobs"]["token_logprobs"]
 
 
-def test_a_swap_waits_for_streams_and_drops_cached_prefixes(server: Server, adapter: Path) -> None:
+def apart(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def test_an_adapter_comes_and_goes_beside_a_stream_of_the_base(server: Server, adapter: Path) -> None:
     base, before = logprobs(server, server.name), status(server)["adapter_swaps"]
     streamed: list[str] = []
-    begun = threading.Event()
+    begun, seen = threading.Event(), threading.Event()
 
     def stream() -> None:
         body = {"model": server.name, "prompt": "abc", "max_tokens": 200, "ignore_eos": True}
@@ -180,22 +196,20 @@ def test_a_swap_waits_for_streams_and_drops_cached_prefixes(server: Server, adap
             for line in filter(None, response.iter_lines()):
                 streamed.append(line)
                 begun.set()
+                if len(streamed) == 20:
+                    seen.wait(300)  # the answer then waits for its reader, and stays in flight
 
     thread = threading.Thread(target=stream)
     thread.start()
     assert begun.wait(300)
-    loaded = server.post("/v1/load_lora_adapter", lora_name="tuned", lora_path=str(adapter))
-    assert loaded.status_code == 200, loaded.text
-    thread.join()
-    assert streamed[-1] == "data: [DONE]"
-    assert json.loads(streamed[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 200
-
-    (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
-    assert (model["id"], model["parent"], model["root"]) == ("tuned", server.name, str(adapter))
+    load(server, "tuned", adapter)
+    models = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert [(each["id"], each["parent"]) for each in models] == [(server.name, None), ("tuned", server.name)]
+    assert models[1]["root"] == str(adapter)
     tuned = logprobs(server, "tuned")
-    assert max(abs(a - b) for a, b in zip(base, tuned, strict=True)) > 0.01
-    assert server.post(COMPLETIONS, model=server.name, prompt="abc").status_code == 404
-    assert status(server)["engine"]["adapter"]["path"] == str(adapter)
+    assert apart(tuned, base) > 0.01
+    assert logprobs(server, server.name) == base
+    assert status(server)["engine"]["adapters"][0]["path"] == str(adapter)
 
     damaged = adapter.with_name("damaged")
     damaged.mkdir()
@@ -205,9 +219,54 @@ def test_a_swap_waits_for_streams_and_drops_cached_prefixes(server: Server, adap
     assert failed.status_code == 400 and str(damaged) in failed.json()["error"]["message"]
     assert logprobs(server, "tuned") == tuned
 
-    assert server.post("/v1/unload_lora_adapter", lora_name="tuned").status_code == 200
+    unload(server, "tuned")
+    assert server.post(COMPLETIONS, model="tuned", prompt="abc").status_code == 404
     assert logprobs(server, server.name) == base
+    seen.set()
+    thread.join()
+    assert streamed[-1] == "data: [DONE]"
+    assert json.loads(streamed[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 200
     assert status(server)["adapter_swaps"] == before + 2
+
+
+def test_requests_of_several_adapters_at_once(server: Server, adapter: Path, tmp_path: Path) -> None:
+    """Each gets what its adapter gives when it is the only one, and so does the base."""
+    ranks = {f"a{rank}": rank for rank in range(2, 9)}
+    paths = {
+        name: random_adapter(server.checkpoint, tmp_path / name, std=0.4, seed=r, r=r) for name, r in ranks.items()
+    }
+    alone = {server.name: logprobs(server, server.name)}
+    for name, path in paths.items():
+        load(server, name, path)
+        alone[name] = logprobs(server, name)
+        unload(server, name)
+    for name, path in paths.items():
+        load(server, name, path)
+    with ThreadPoolExecutor(16) as pool:
+        asked = [*alone, *alone]
+        together = list(pool.map(lambda name: logprobs(server, name), asked))
+    for name, found in zip(asked, together, strict=True):
+        assert apart(found, alone[name]) < 0.03, name
+    for one, other in itertools.combinations(alone.values(), 2):
+        assert apart(one, other) > 0.06, "a wrong adapter would pass for the right one"
+    full = server.post("/v1/load_lora_adapter", lora_name="nine", lora_path=str(adapter))
+    assert full.status_code == 200
+    full = server.post("/v1/load_lora_adapter", lora_name="ten", lora_path=str(adapter))
+    assert full.status_code == 400 and "--max-adapters 9" in full.json()["error"]["message"]
+
+
+def test_another_adapter_of_the_same_name_and_place_gets_no_stale_prefix(
+    server: Server, adapter: Path, tmp_path: Path
+) -> None:
+    load(server, "tuned", adapter)
+    before = logprobs(server, "tuned")
+    shutil.rmtree(adapter)
+    random_adapter(server.checkpoint, adapter, seed=5)
+    load(server, "tuned", adapter)
+    now = logprobs(server, "tuned")
+    load(server, "other", shutil.copytree(adapter, tmp_path / "other"))
+    assert apart(now, before) > 0.1
+    assert apart(now, logprobs(server, "other")) < 0.01
 
 
 def test_metrics(server: Server) -> None:
@@ -216,7 +275,7 @@ def test_metrics(server: Server) -> None:
     assert float(lines['ktft_expert_seconds_total{lane="cpu"}']) > 0
     assert float(lines['ktft_expert_pairs_total{lane="cpu"}']) > 0
     assert sum(float(value) for name, value in lines.items() if name.startswith("ktft_expert_heat_total")) > 0
-    assert lines[f'ktft_adapter_info{{base="{server.name}",name=""}}'] == "1.0"
+    assert lines[f'ktft_model_requests_in_flight{{model="{server.name}"}}'] == "0.0"
     assert any(name.startswith("vllm:") for name in lines)
 
 
@@ -267,7 +326,7 @@ def test_cross_origin_and_dns_rebinding_requests_are_refused(server: Server, ada
             httpx.get(f"{server.url}/v1/models", headers=headers),
         ):
             assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
-    assert status(server)["adapter"] is None
+    assert status(server)["adapters"] == []
     body = {"model": server.name, "messages": HELLO, "max_tokens": 2}
     for headers in (own, {"Host": f"localhost:{port}"}):
         assert httpx.post(server.url + CHAT, json=body, headers=headers, timeout=300).status_code == 200

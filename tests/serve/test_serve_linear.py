@@ -173,3 +173,55 @@ def test_held_tensors_can_be_put_back(fixed: int | None) -> None:
     for out, tensors in zip(outs, held, strict=True):
         method.put(tensors)
         assert torch.equal(layer(x)[0], out)
+
+
+# --- several adapters -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 9, 150], ids=["one", "few", "many"])
+@pytest.mark.parametrize("name", ["qkv", "row"])
+def test_each_row_gets_lora_of_its_own_adapter(name: str, rows: int) -> None:
+    """Adapters of different ranks, one without some of the parts, one on another layer alone, and rows without any."""
+    layer, weight, bias = make(name, torch.bfloat16, None)
+    method, parts = layer.quant_method, {"qkv": [{0: 4, 1: 8, 2: 1}, {1: 2}], "row": [{0: 8}, {0: 1}]}[name]
+    adapters = {number: lora(layer, ranks, seed=number) for number, ranks in enumerate(parts, start=3)}
+    for number, slices in adapters.items():
+        method.share(method.joined(number, method.stacked(slices)))
+    x = torch.randn(rows, HIDDEN).to(torch.bfloat16)
+    plain = layer(x)[0]
+    of = [(0, 3, 4, 9)[i % 4] for i in range(rows - 1)] + [3]
+    for given in (of, [3] * rows, [0] * rows, of[:-1]):  # one row more than tokens is padding
+        method.step.set(given, {3, 4, 9})
+        got, padded = layer(x)[0], [*given, 0][:rows]
+        for number in set(padded):
+            mine = torch.tensor(padded) == number
+            expected = by_peft(x, weight, bias, adapters.get(number, []))[mine]
+            assert (got[mine] - expected).float().norm() < 2 * torch.finfo(x.dtype).eps * expected.float().norm()
+            assert torch.equal(got[mine], plain[mine]) == (number not in adapters)
+    method.step.set([*of, 3], {3, 4})
+    with pytest.raises(RuntimeError, match=f"{rows} rows of a step with {rows + 1} tokens"):
+        layer(x)
+    method.step.set([3] * rows, {3, 4})
+    alone = layer(x)[0]
+    method.share(method.parted(4))
+    assert torch.equal(layer(x)[0], alone)
+    method.share(method.parted(3))
+    assert method.shared is None and torch.equal(layer(x)[0], plain)
+
+
+def test_a_compiled_layer_has_room_for_one() -> None:
+    layer, _, _ = make("qkv", torch.float32, RANK)
+    with pytest.raises(ValueError, match="room for one adapter"):
+        layer.quant_method.joined(1, layer.quant_method.stacked(lora(layer, {0: 4})))
+
+
+def test_the_infinity_of_an_adapter_stays_in_its_rows() -> None:
+    layer, weight, bias = make("row", torch.float32, None)
+    method, fine = layer.quant_method, lora(layer, {0: 4})
+    broken = [replace(each, a=each.a * 3e38) for each in fine]
+    for number, slices in ((1, fine), (2, broken)):
+        method.share(method.joined(number, method.stacked(slices)))
+    method.step.set([1, 2, 1], {1, 2})
+    x = torch.randn(3, HIDDEN)
+    got, expected = layer(x)[0], by_peft(x, weight, bias, fine)
+    assert torch.allclose(got[[0, 2]], expected[[0, 2]], atol=1e-4) and not got[1].isfinite().all()

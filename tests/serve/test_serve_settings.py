@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 
+from ktft.cli.serve import named_adapters
 from ktft.config import SERVE_ENV
+from ktft.serve.engine import Findings, Options
+from ktft.serve.engines import VLLM
 from ktft.serve.runtime.progress import Progress, StatusFile, read_progress
 from ktft.serve.runtime.settings import ServeSettings
-from ktft.serve.vllm.command import cpu_environment
+from ktft.serve.vllm.command import arguments, cpu_environment
 
 
 def test_settings_survive_the_environment(tmp_path: Path) -> None:
     given = {"expert_format": "int8", "threads": 3, "gpu_expert_memory": "8G", "activation_bits": 8, "deferral": 2}
-    settings = ServeSettings(str(tmp_path), adapter=str(tmp_path), **given)
+    settings = ServeSettings(str(tmp_path), adapters=(("tuned", str(tmp_path)),), max_adapters=3, **given)
     assert ServeSettings.from_env(settings.to_env()) == settings
     assert settings.gpu_expert_memory == 8 << 30
     assert settings.experts.expert_format == "int8" and settings.experts.threads == 3
@@ -29,7 +32,13 @@ def test_settings_survive_the_environment(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ({"checkpoint": "nowhere"}, "checkpoint is 'nowhere', which is not a directory"),
-        ({"adapter": "nowhere"}, "adapter is 'nowhere', which is not a directory"),
+        ({"adapters": [["a", "nowhere"]]}, "adapter is 'nowhere', which is not a directory"),
+        ({"adapters": [["a", "."], ["a", "/"]]}, "2 models are called 'a'"),
+        ({"served_name": "a", "adapters": [["a", "."]]}, "2 models are called 'a', so that no request could tell them"),
+        ({"adapters": [["a", "."], ["b", "."]], "max_adapters": 1}, "2 adapters, --max-adapters is 1; give 2"),
+        ({"adapters": [["a", "."], ["b", "."]], "one_at_a_time": True}, "2 adapters at once need a server without a"),
+        ({"max_adapters": 4, "one_at_a_time": True}, "4 adapters at once need a server without a GPU"),
+        ({"max_adapters": 0}, "max_adapters is 0; give a whole number, 1 or more"),
         ({"routing": "nowhere"}, "routing is 'nowhere', which is not a file"),
         ({"expert_checkpoint": "nowhere"}, "expert_checkpoint is 'nowhere', which is not a directory"),
         ({"expert_format": "int3"}, "expert_format is 'int3'; supported: bf16, int8"),
@@ -45,6 +54,28 @@ def test_bad_settings(tmp_path: Path, given: dict[str, Any], message: str) -> No
     text = json.dumps({"checkpoint": str(tmp_path)} | given)
     with pytest.raises(ValueError, match=re.escape(message)):
         ServeSettings.from_env({SERVE_ENV: text})
+
+
+def test_names_of_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a=b").mkdir()
+    given = ["x/tuned", "mine=/y/tuned", "a=b"]
+    assert named_adapters(given) == (
+        ("tuned", str(tmp_path / "x/tuned")),
+        ("mine", "/y/tuned"),
+        ("a=b", str(tmp_path / "a=b")),
+    )
+    assert named_adapters(["x/tuned"], "other") == (("other", str(tmp_path / "x/tuned")),)
+    for several in ([], given):
+        with pytest.raises(ValueError, match=f"other, and there are {len(several)} adapters; give --adapter NAME=DIR"):
+            named_adapters(several, "other")
+
+
+def test_an_adapter_has_no_name_of_a_part_of_messages(tmp_path: Path) -> None:
+    """vLLM would compute the base's requests that have such a part by the adapter."""
+    settings = ServeSettings(str(tmp_path), adapters=(("image", str(tmp_path)),))
+    with pytest.raises(ValueError, match="cannot be called 'image'"):
+        arguments(settings, Options(), Findings(VLLM, "qwen3_moe", False, 512, 1 << 20))
 
 
 @pytest.mark.parametrize(

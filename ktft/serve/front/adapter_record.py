@@ -1,10 +1,10 @@
-"""A record on disk of the adapter that a server serves, for the server that is started after a crash."""
+"""A record on disk of the adapters that a server serves, for the server that is started after a crash."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,18 +15,18 @@ Named = tuple[str, str]
 
 
 class NotRecorded(Exception):
-    """The adapter has changed, but its record has not. The message is the operating system's."""
+    """The adapters have changed, but their record has not. The message is the operating system's."""
 
 
 class AdapterRecord:
-    """A JSON file with the name and directory of an adapter, or null for the base model; none without `path`."""
+    """A JSON file with the name and directory of each adapter; there is none without `path`."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
 
     @contextmanager
-    def changing(self, adapter: Named | None) -> Iterator[None]:
-        """Record `adapter` if the block, which changes the adapter, ends without an exception.
+    def changing(self, adapters: Iterable[Named]) -> Iterator[None]:
+        """Record `adapters` if the block, which changes them, ends without an exception.
 
         Everything that needs room on the disk happens before the block. After the block one file is renamed.
 
@@ -41,7 +41,7 @@ class AdapterRecord:
         try:
             with replacing(self.path) as descriptor:
                 with open(descriptor, "wb", closefd=False) as file:
-                    file.write(to_json(adapter))
+                    file.write(to_json(list(adapters)))
                 os.fsync(descriptor)
                 yield
                 changed = True
@@ -50,14 +50,13 @@ class AdapterRecord:
                 raise
             raise NotRecorded(error.strerror or str(error)) from None
 
-    def read(self) -> Named | None:
-        """The adapter that is recorded; None for the base model. Raises ValueError if the record cannot be read."""
+    def read(self) -> tuple[Named, ...]:
+        """The adapters that are recorded. Raises ValueError if the record cannot be read."""
         assert self.path is not None
         try:
-            found = json.loads(self.path.read_bytes())
-        except (OSError, ValueError) as error:
+            return tuple((str(name), str(path)) for name, path in json.loads(self.path.read_bytes()))
+        except (OSError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{self.path}, which names the adapter that was loaded last, cannot be read any more ({error}); start "
+                f"{self.path}, which names the adapters that were served, cannot be read any more ({error}); start "
                 "the server again with --adapter"
             ) from None
-        return None if found is None else (str(found[0]), str(found[1]))

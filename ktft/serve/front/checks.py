@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from ktft import config, versions
@@ -29,6 +30,7 @@ def check(engine: Engine, settings: ServeSettings, options: Options) -> Findings
         raise ValueError(f"{settings.checkpoint} is not a directory with a config.json; download the checkpoint first")
     if gpu:
         _check_gpu(engine)
+        replace(settings, one_at_a_time=True)  # raises for several adapters
         if settings.dense_format is not None:
             raise ValueError(
                 f"--dense-format {settings.dense_format} is for CPUs; beside a GPU the weights around the experts are "
@@ -41,8 +43,8 @@ def check(engine: Engine, settings: ServeSettings, options: Options) -> Findings
     model = read_model(settings)
     check_family(engine, settings, model)
     check_routing(settings, model)
-    if settings.adapter is not None:
-        check_adapter(settings, model)
+    for _, path in settings.adapters:
+        check_adapter(settings, model, path)
     max_model_len, kv_cache, more = size_up(engine, settings, options, model, gpu=gpu)
     notes = (*host_notes(options), *key_notes(settings, options), *more)
     return Findings(engine, model.config.model_type, gpu, max_model_len, kv_cache, notes)

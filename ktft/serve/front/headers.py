@@ -66,24 +66,17 @@ def check_routing(settings: ServeSettings, model: Model) -> None:
         )
 
 
-def check_adapter(settings: ServeSettings, model: Model) -> None:
-    """Raise ValueError if the adapter cannot be served on this model, as far as its headers tell."""
+def check_adapter(settings: ServeSettings, model: Model, adapter: str) -> None:
+    """Raise ValueError if an adapter cannot be served on this model, as far as its headers tell."""
     from ktft.adapters.saved import SavedAdapter
 
-    assert settings.adapter is not None
-    saved = SavedAdapter(settings.adapter, model.config)
-    cure = f"merge it: ktft merge {settings.checkpoint} {settings.adapter} OUT, and serve OUT"
+    saved = SavedAdapter(adapter, model.config)
+    cure = f"merge it: ktft merge {settings.checkpoint} {adapter} OUT, and serve OUT"
     for name in saved.whole:
-        raise ValueError(f"{settings.adapter} has {name} trained whole, which cannot be served unmerged; {cure}")
+        raise ValueError(f"{adapter} has {name} trained whole, which cannot be served unmerged; {cure}")
     rank = max((place.r for place in saved.linears), default=0)
     if rank > settings.max_lora_rank:
         raise ValueError(
-            f"{settings.adapter} has rank {rank}, --max-lora-rank is {settings.max_lora_rank}; give --max-lora-rank "
+            f"{adapter} has rank {rank}, --max-lora-rank is {settings.max_lora_rank}; give --max-lora-rank "
             f"{rank}, or {cure}"
-        )
-    served = settings.served_adapter
-    if served is not None and served[0] == settings.base_name:
-        raise ValueError(
-            f"base and adapter are both called {served[0]!r}, so that no request could tell them apart; give "
-            "--adapter-name or --served-model-name"
         )

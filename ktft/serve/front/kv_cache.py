@@ -92,7 +92,7 @@ def size_up(
 
 
 def _left(engine: Engine, settings: ServeSettings, model: Model, *, gpu: bool) -> int:
-    """Bytes of CPU memory that are left beside the model, the adapter and the server's processes, if those fit."""
+    """Bytes of CPU memory that are left beside the model, the adapters and the server's processes, if those fit."""
     from ktft.model.dense_memory import served_dense
     from ktft.model.memory import footprint
     from ktft.model.shortage import by_cause, require_memory
@@ -107,7 +107,6 @@ def _left(engine: Engine, settings: ServeSettings, model: Model, *, gpu: bool) -
 
 
 def _adapter_bytes(settings: ServeSettings) -> int:
-    """Bytes of the adapter in memory, where it is fp32: twice the file, which may hold 16 bits a value."""
-    if settings.adapter is None:
-        return 0
-    return 2 * sum(os.path.getsize(file) for file in Path(settings.adapter).glob("*.safetensors"))
+    """Bytes of the adapters in memory, where they are fp32: twice the files, which may hold 16 bits a value."""
+    files = (file for _, path in settings.adapters for file in Path(path).glob("*.safetensors"))
+    return 2 * sum(os.path.getsize(file) for file in files)

@@ -57,7 +57,7 @@ def url(options: Options) -> str:
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """The directory of a server's files: its progress, its log, and the record of its adapter."""
+    """The directory of a server's files: its progress, its log, and the record of its adapters."""
 
     directory: Path
 
@@ -82,6 +82,7 @@ class Server:
         settings = replace(
             settings,
             status_path=str(place.status),
+            one_at_a_time=found.gpu,
             hosts=names_of(options.host, options.allowed_hosts),
             origins=self.engine.allowed_origins(options.extra),
             parent=os.getpid(),
@@ -211,16 +212,16 @@ def run(
     Args:
         settings, options, found, place, verbose: see `Server`.
         watcher: is told what happens.
-        supervise: whether to start again after a crash, with the adapter that was loaded last; see `TRIES`.
+        supervise: whether to start again after a crash, with the adapters that were served; see `TRIES`.
 
     Raises:
         Failed: the server could not start, or died.
-        ValueError: the adapter to start again with is gone, or its record cannot be read.
+        ValueError: an adapter to start again with is gone, or its record cannot be read.
     """
     crashes, served = 0, False
     settings = replace(settings, status_path=str(place.status))
     record = AdapterRecord(settings.adapter_file)
-    with record.changing(settings.served_adapter):
+    with record.changing(settings.adapters):
         pass
     with Signals() as signals:
         while not signals.stop.is_set():
@@ -242,5 +243,4 @@ def run(
             finally:
                 server.end(signals.hurry)
             signals.stop.wait(pause)
-            name, path = record.read() or (None, None)
-            settings = replace(settings, adapter=path, adapter_name=name)
+            settings = replace(settings, adapters=record.read())

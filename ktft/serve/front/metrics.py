@@ -22,14 +22,8 @@ _PATIENCE = 5.0  # seconds that a scrape waits for the answer, which an engine g
 class MetricsSource(Protocol):
     """What the gate tells of itself."""
 
-    swaps: int
     admission: Any
-    base: str
-    adapter: tuple[str, str] | None
-
-    @property
-    def served(self) -> str:
-        """The name that requests have to give."""
+    adapters: Any
 
 
 class Metrics(Collector):
@@ -42,12 +36,12 @@ class Metrics(Collector):
         registry.register(self)
 
     async def refresh(self, client: Client) -> None:
-        """Ask the engine for its status, unless it was asked within `MAX_AGE` and the adapter is still the same.
+        """Ask the engine for its status, unless it was asked within `MAX_AGE` and the adapters are still the same.
 
         An engine that does not answer has no status.
         """
         async with self._lock:
-            swaps = self._gate.swaps
+            swaps = self._gate.adapters.changes
             if swaps == self._swaps and time.monotonic() - self._asked < MAX_AGE:
                 return
             try:
@@ -59,15 +53,17 @@ class Metrics(Collector):
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as values of JSON; `engine` is None if the engine has not answered."""
-        gate = self._gate
-        adapter = None if gate.adapter is None else {"name": gate.adapter[0], "path": gate.adapter[1]}
+        adapters, admission = self._gate.adapters, self._gate.admission
         return {
-            "model": gate.served,
-            "base": gate.base,
-            "adapter": adapter,
-            "adapter_swaps": gate.swaps,
-            "requests_in_flight": gate.admission.in_flight,
-            "requests_waiting": gate.admission.waiting,
+            "models": adapters.names,
+            "base": adapters.base,
+            "adapters": [
+                {"name": name, "path": each.path, "requests_in_flight": admission.in_flight_of(adapters.room(name))}
+                for name, each in adapters.loaded.items()
+            ],
+            "adapter_swaps": adapters.changes,
+            "requests_in_flight": admission.in_flight,
+            "requests_waiting": admission.waiting,
             "engine": self._status,
         }
 
@@ -79,14 +75,19 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The metrics, as `prometheus_client` asks for them."""
-        gate = self._gate
-        name = gate.adapter[0] if gate.adapter else ""
-        yield GaugeMetricFamily("ktft_requests_in_flight", "Requests until their last byte", gate.admission.in_flight)
+        adapters, admission = self._gate.adapters, self._gate.admission
+        yield GaugeMetricFamily("ktft_requests_in_flight", "Requests until their last byte", admission.in_flight)
         yield GaugeMetricFamily(
-            "ktft_requests_waiting", "Requests that wait for a change of the adapter", gate.admission.waiting
+            "ktft_requests_waiting", "Requests that wait for a change of an adapter", admission.waiting
         )
-        yield CounterMetricFamily("ktft_adapter_swaps", "Changes of the adapter", gate.swaps)
-        yield InfoMetricFamily("ktft_adapter", "What is served", {"name": name, "base": gate.base})
+        of_model = GaugeMetricFamily("ktft_model_requests_in_flight", "Those of a model", labels=["model"])
+        served = InfoMetricFamily("ktft_adapter", "An adapter that is served", labels=["name"])
+        for name in adapters.names:
+            of_model.add_metric([name], admission.in_flight_of(adapters.room(name)))
+        for name in adapters.loaded:
+            served.add_metric([name], {"base": adapters.base})
+        yield from (of_model, served)
+        yield CounterMetricFamily("ktft_adapter_swaps", "Changes of adapters", adapters.changes)
         if self._status is not None:
             yield from _of_experts(self._status)
 

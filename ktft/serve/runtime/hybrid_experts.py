@@ -325,6 +325,10 @@ class HybridModel(ServedModel):
             raise
         self.adapter = None if lora is None else adapter
 
+    def add_adapter(self, number: int, lora: dict[int, ExpertLora], adapter: Mapping[str, Any]) -> None:
+        """Raises ValueError: graphs and resident experts hold one adapter, which all tokens have; see `set_lora`."""
+        raise ValueError("with a GPU one adapter is served at a time; start the server without --max-adapters")
+
     def _set(self, loras: Mapping[int, ExpertLora]) -> None:
         if self.hot is not None:
             self.hot.set_lora({e.place: loras[n] for n, e in self.layers.items() if n in loras})

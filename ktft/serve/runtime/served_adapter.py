@@ -26,7 +26,7 @@ from ktft.checkpoint.cache import sha256
 from ktft.checkpoint.families import GROUPS, group_of
 from ktft.checkpoint.files import to_json
 from ktft.checkpoint.identity import identify
-from ktft.lora import ExpertLora
+from ktft.lora import RANK_BLOCK, ExpertLora
 from ktft.model.experts import experts_family, layer_number
 from ktft.system import available_memory, readable
 
@@ -198,14 +198,17 @@ class ServedAdapter:
         """Read and check every tensor.
 
         Raises:
-            ValueError: a tensor is damaged, or holds NaN or Inf; or there is too little memory beside the adapter that
-                is served now.
+            ValueError: a tensor is damaged, or holds NaN or Inf; or there is too little memory beside what is served
+                now.
         """
-        need = sum(4 * place.r * (place.fan_in + place.fan_out) for place in self.saved.places.values())
+        need = 0
+        for place in self.saved.places.values():
+            rank = -(-place.r // RANK_BLOCK) * RANK_BLOCK if place.experts else place.r
+            need += 4 * rank * (place.fan_in + place.fan_out)
         if need > (free := available_memory()):
             raise ValueError(
-                f"{self.saved.directory} takes {readable(need)} of memory, {readable(free)} are free beside the "
-                "adapter that is served, which stays until this one is whole; unload that one first"
+                f"{self.saved.directory} takes {readable(need)} of memory, {readable(free)} are free beside what "
+                "is served, which stays until this one is whole; unload an adapter first"
             )
         experts = {number: lora for name, number in self._numbers.items() if (lora := self.saved.lora(name))}
         linears: dict[str, list[SliceLora]] = {}

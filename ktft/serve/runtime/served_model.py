@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ktft.lora import ExpertLora
-from ktft.native import ExpertLayer, Runtime
+from ktft.native import ExpertLayer, KeptLora, Runtime
+from ktft.serve.runtime.step_adapters import StepAdapters
 
 MIXED = "parts of two adapters are in the model"
 """These words are in the error after which nothing can be served: an adapter went into the model in part, and the one
@@ -21,17 +22,21 @@ UNCOUNTED = 1024
 
 
 class ServedExperts:
-    """One layer's routed experts, without gradients, with at most one adapter.
+    """One layer's routed experts, without gradients: with one adapter for all tokens, or one for each token.
 
     Attributes:
         activation_bits: see `ktft.native.ExpertLayer.forward`.
-        lora: the LoRA of the adapter that is served; None for the base.
+        lora: the LoRA of the adapter that is served alone; None for the base.
+        kept: the LoRA of each adapter, by the adapter's number, where tokens choose.
+        step: which of these each token has.
         seconds: the time that they took.
     """
 
     def __init__(self, layer: ExpertLayer, activation_bits: int = 16) -> None:
         self.layer, self.activation_bits = layer, activation_bits
         self.lora: ExpertLora | None = None
+        self.kept: dict[int, KeptLora] = {}
+        self.step = StepAdapters()
         self._heat = torch.zeros(layer.num_experts, dtype=torch.int64, device="cpu")
         self._uncounted: list[Tensor] = []
         self.seconds = 0.0
@@ -53,9 +58,15 @@ class ServedExperts:
         if hidden_states.device.type != "cpu":
             raise ValueError(f"{self.layer.name}: hidden states are on {hidden_states.device}; they must be on the CPU")
         begin = time.perf_counter()
-        out, _ = self.layer.forward(
-            hidden_states, top_k_index, top_k_weights, self.lora, "none", activation_bits=self.activation_bits
-        )
+        inputs, bits = (hidden_states, top_k_index, top_k_weights), self.activation_bits
+        if here := [number for number in self.step.active if number in self.kept]:
+            numbers = self.step.of_rows(len(hidden_states), self.layer.name)
+            of = torch.full_like(numbers, -1, dtype=torch.int32)
+            for place, number in enumerate(here):
+                of[numbers == number] = place
+            out = self.layer.forward_adapters(*inputs, [self.kept[number] for number in here], of, bits)
+        else:
+            out, _ = self.layer.forward(*inputs, self.lora, "none", activation_bits=bits)
         self.seconds += time.perf_counter() - begin
         self._uncounted.append(top_k_index)
         if len(self._uncounted) * top_k_index.numel() >= UNCOUNTED:
@@ -68,12 +79,18 @@ class ServedModel:
 
     Attributes:
         dense_format: the format of the linear weights around the experts; None for the model's dtype.
-        adapter: what is known of the adapter that is served, as values of JSON; None for the base.
+        adapter: what is known of the adapter that is served alone, as values of JSON; None for the base.
+        adapters: the same of each adapter that tokens may have, by its number.
+        step: which adapter each token has.
     """
 
     def __init__(self, layers: Mapping[int, ServedExperts], runtime: Runtime, dense_format: str | None = None) -> None:
         self.layers, self.runtime, self.dense_format = dict(layers), runtime, dense_format
         self.adapter: Mapping[str, Any] | None = None
+        self.adapters: dict[int, Mapping[str, Any]] = {}
+        self.step = StepAdapters()
+        for experts in self.layers.values():
+            experts.step = self.step
 
     def set_lora(self, lora: Mapping[int, ExpertLora] | None, adapter: Mapping[str, Any] | None = None) -> None:
         """Serve this expert LoRA, by layer number, in place of the one before; None goes back to the base.
@@ -83,12 +100,38 @@ class ServedModel:
         Raises:
             ValueError: the model has no such layer; then nothing has changed.
         """
-        odd = sorted(set(lora or {}) - self.layers.keys())
-        if odd:
-            raise ValueError(f"the adapter has expert LoRA for layer {odd[0]}, which has no routed experts here")
+        self._require_layers(lora or {})
         for number, experts in self.layers.items():
             experts.lora = None if lora is None else lora.get(number)
         self.adapter = None if lora is None else adapter
+
+    def add_adapter(self, number: int, lora: dict[int, ExpertLora], adapter: Mapping[str, Any]) -> None:
+        """Let tokens have another adapter, by this number, beside those that are there. Nothing may be computing.
+
+        Args:
+            number: above 0, and never given before.
+            lora: by layer number; it is emptied, for the layers keep packed copies. Other layers compute the base.
+            adapter: for `status`.
+
+        Raises:
+            ValueError: the model has no such layer, or the adapter does not fit; then nothing has changed.
+        """
+        self._require_layers(lora)
+        kept = {layer: self.layers[layer].layer.keep_lora(lora.pop(layer)) for layer in sorted(lora)}
+        for layer, packed in kept.items():
+            self.layers[layer].kept[number] = packed
+        self.adapters[number] = adapter
+
+    def remove_adapter(self, number: int) -> None:
+        """Take an adapter out, if it is there. Nothing may be computing."""
+        for experts in self.layers.values():
+            experts.kept.pop(number, None)
+        self.adapters.pop(number, None)
+
+    def _require_layers(self, lora: Mapping[int, ExpertLora]) -> None:
+        odd = sorted(lora.keys() - self.layers.keys())
+        if odd:
+            raise ValueError(f"the adapter has expert LoRA for layer {odd[0]}, which has no routed experts here")
 
     def sizes(self) -> dict[int, tuple[int, int, int]]:
         """Layer number -> number of experts, hidden size, intermediate size."""
@@ -109,7 +152,7 @@ class ServedModel:
         layers = self.layers.values()
         first = next(iter(layers)).layer
         return {
-            "adapter": None if self.adapter is None else dict(self.adapter),
+            "adapters": [dict(each) for each in (*self.adapters.values(), self.adapter) if each is not None],
             "expert_format": first.format,
             "dense_format": self.dense_format,
             "isa": self.runtime.isa,

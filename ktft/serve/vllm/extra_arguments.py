@@ -23,12 +23,14 @@ REFUSED = {
         "ktft chooses operations that are right for the model, and one CUDA graph for each number of sequences, since "
         "experts would otherwise compute padding; use --enforce-eager to do without graphs",
     ),
+    "max-loras": _OWN.format("--max-adapters"),
     "load-format": "ktft loads the model itself",
     "quantization": "--expert-format chooses how experts are held",
     "worker-extension-cls": "ktft sets its own",
     "middleware": "ktft sets its own, which must see requests first",
     **dict.fromkeys(
-        ("enable-lora", "lora-modules"), "ktft applies adapters itself: give --adapter, or POST /v1/load_lora_adapter"
+        ("enable-lora", "lora-modules", "default-mm-loras"),
+        "ktft applies adapters itself: give --adapter, or POST /v1/load_lora_adapter",
     ),
     **dict.fromkeys(
         (

@@ -27,7 +27,7 @@ from ktft.serve.runtime.settings import ServeSettings
 from ktft.serve.vllm.dense_linear import pack_linears
 from ktft.serve.vllm.lora_linear import add_slots
 from ktft.serve.vllm.moe import ACTIVATIONS, KtftMoEMethod
-from ktft.serve.vllm.worker import set_adapter
+from ktft.serve.vllm.worker import add, set_adapter
 
 
 class KtftModelLoader(BaseModelLoader):
@@ -81,10 +81,10 @@ class KtftModelLoader(BaseModelLoader):
                 _check_each_step(model, served)
             serve(served)
             if settings.adapter_slots:
-                add_slots(model, get_current_vllm_config(), settings.max_lora_rank)
-            if settings.adapter is not None:
-                status.write(Progress("Loading the adapter"))
-                set_adapter(model, settings.adapter)
+                add_slots(model, get_current_vllm_config(), settings.max_lora_rank, served.step)
+            for number, (name, path) in enumerate(settings.adapters, start=1):
+                status.write(Progress(f"Loading the adapter {name}"))
+                set_adapter(model, path) if settings.one_at_a_time else add(model, number, path)
 
 
 def _check_each_step(model: nn.Module, hybrid: HybridModel) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
+from vllm.lora.request import LoRARequest
 
-from ktft.hosts.vllm import BASE_MODEL_PATHS
+from ktft.hosts.vllm import BASE_MODEL_PATHS, LORA_REQUESTS
 from ktft.serve.engine import EngineError, Paths
 from ktft.serve.front.asgi import Scope
 from ktft.serve.front.gate import Gate
 from ktft.serve.runtime.settings import ServeSettings
+from ktft.serve.vllm.command import RESERVED_NAMES
 
 _COMPUTES = {
     "/v1/chat/completions": True,
@@ -32,7 +35,8 @@ _COMPUTES = {
     "/tokenize": False,
     "/detokenize": False,
 }
-PATHS = Paths(_COMPUTES, admin=("/abort_requests", "/start_profile", "/stop_profile"), passed=("/ping",))
+_ADMIN = ("/abort_requests", "/start_profile", "/stop_profile")
+PATHS = Paths(_COMPUTES, admin=_ADMIN, passed=("/ping",), reserved=RESERVED_NAMES)
 """Those of every vLLM that ktft was tested with."""
 _WRAPPINGS = (
     r"Call to \w+ method failed: (.*)",
@@ -49,10 +53,26 @@ class VllmClient:
 
     async def set_adapter(self, path: str | None) -> dict[str, Any]:
         """See `ktft.serve.vllm.worker.KtftWorker.ktft_set_adapter`."""
+        return dict(await self._ask("ktft_set_adapter", path))
+
+    async def add_adapter(self, number: int, path: str) -> dict[str, Any]:
+        """See `ktft.serve.vllm.worker.KtftWorker.ktft_add_adapter`."""
+        return dict(await self._ask("ktft_add_adapter", number, path))
+
+    async def remove_adapter(self, number: int) -> None:
+        """See `ktft.serve.vllm.worker.KtftWorker.ktft_remove_adapter`."""
+        await self._ask("ktft_remove_adapter", number)
+
+    async def _ask(self, method: str, *args: Any) -> Any:
         try:
-            return dict((await self._engine.collective_rpc("ktft_set_adapter", args=(path,)))[0])
+            return (await self._engine.collective_rpc(method, args=args))[0]
         except Exception as error:  # vLLM hands on the worker's exception as text
             raise EngineError(reason_of(error) or type(error).__name__, dead=self._engine.errored) from None
+
+    def announce(self, adapters: Mapping[str, tuple[int, str]]) -> None:
+        """vLLM keys KV cache by an adapter's name and path. The number makes the path one that no other load has."""
+        requests = {name: LoRARequest(name, number, f"{path}#{number}") for name, (number, path) in adapters.items()}
+        LORA_REQUESTS.put(self._state.openai_serving_models, requests)
 
     async def status(self) -> dict[str, Any]:
         """See `ktft.serve.vllm.worker.KtftWorker.ktft_status`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ktft import hosts
 from ktft.config import serve_settings
+from ktft.hosts import vllm
 
 
 def register() -> None:
@@ -19,6 +21,7 @@ def register() -> None:
 
     if "ktft" in QUANTIZATION_METHODS:
         return  # vLLM loads plugins more than once in a process
+    hosts.install(vllm.OF_PROCESS)
     register_quantization_config("ktft")(KtftQuantization)
     register_model_loader("ktft")(KtftModelLoader)
     if current_platform.is_cpu():

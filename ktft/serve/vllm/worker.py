@@ -11,7 +11,7 @@ from torch import nn
 from ktft.serve.runtime.served_adapter import ServedAdapter
 from ktft.serve.runtime.served_model import current
 from ktft.serve.runtime.settings import ServeSettings
-from ktft.serve.runtime.swap import swap_adapter
+from ktft.serve.runtime.swap import add_adapter, remove_adapter, swap_adapter
 from ktft.serve.vllm.lora_linear import slots_of, target_of
 
 
@@ -31,6 +31,16 @@ class KtftWorker:
         adapter = set_adapter(self.get_model(), path)  # type: ignore[attr-defined]
         return {"adapter": adapter, "seconds": time.perf_counter() - begin}
 
+    def ktft_add_adapter(self, number: int, path: str) -> dict[str, Any]:
+        """Load an adapter beside others, see `add`. Requests of others may be in flight."""
+        begin = time.perf_counter()
+        adapter = add(self.get_model(), number, path)  # type: ignore[attr-defined]
+        return {"adapter": adapter, "seconds": time.perf_counter() - begin}
+
+    def ktft_remove_adapter(self, number: int) -> None:
+        """Take an adapter out, of which no request is in flight."""
+        remove_adapter(number, current(), _slots(self.get_model()))  # type: ignore[attr-defined]
+
     def ktft_status(self) -> dict[str, Any]:
         """`ktft.serve.runtime.served_model.ServedModel.status`."""
         return current().status()
@@ -41,9 +51,22 @@ def set_adapter(model: nn.Module, path: str | None) -> dict[str, Any] | None:
 
     Returns what `swap_adapter` does, and raises what it and `ServedAdapter` do.
     """
-    experts, adapter = current(), None
-    if path is not None:
-        settings = ServeSettings.from_env()
-        target = target_of(model, settings.max_lora_rank, experts.sizes())
-        adapter = ServedAdapter(Path(path), Path(settings.checkpoint), target)
-    return swap_adapter(adapter, experts, {name: layer.quant_method for name, layer in slots_of(model).items()})
+    return swap_adapter(None if path is None else _read(model, path), current(), _slots(model))
+
+
+def add(model: nn.Module, number: int, path: str) -> dict[str, Any]:
+    """Put an adapter into the model that this process computes, beside others, for tokens that have its number.
+
+    Returns what `ktft.serve.runtime.swap.add_adapter` does, and raises what it and `ServedAdapter` do.
+    """
+    return add_adapter(number, _read(model, path), current(), _slots(model))
+
+
+def _read(model: nn.Module, path: str) -> ServedAdapter:
+    settings = ServeSettings.from_env()
+    target = target_of(model, settings.max_lora_rank, current().sizes())
+    return ServedAdapter(Path(path), Path(settings.checkpoint), target)
+
+
+def _slots(model: nn.Module) -> dict[str, Any]:
+    return {name: layer.quant_method for name, layer in slots_of(model).items()}
