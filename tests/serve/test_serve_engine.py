@@ -84,6 +84,25 @@ def test_vllm_ignores_the_quantization_of_the_checkpoint(plugin: None, served_ch
     assert config.cache_config.cache_dtype == "auto"
 
 
+def test_norms_are_those_of_vllm_rounded_once(plugin: None) -> None:
+    """For parts of fused rows too, and residuals; what the kernel cannot do goes to vLLM's torch operations."""
+    from vllm import ir
+
+    norm, added = ir.ops.rms_norm.impls["ktft"], ir.ops.fused_add_rms_norm.impls["ktft"]
+    rows, weight = torch.randn(5, 96).bfloat16(), torch.randn(64).bfloat16()
+    for x in (rows[:, :64], rows[:, 32:], rows[:, :64].view(5, 1, 64)):
+        exact = x.double() * (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+        torch.testing.assert_close(norm.impl_fn(x, weight, 1e-6).double(), exact, rtol=2**-8, atol=1e-6)
+    x, residual = torch.randn(2, 5, 64).bfloat16().unbind()
+    total = x.double() + residual.double()
+    exact = total * (total.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    found, after = added.impl_fn(x.clone(), residual.clone(), weight, 1e-6)
+    torch.testing.assert_close(found.double(), exact, rtol=2**-6, atol=1e-2)
+    assert torch.equal(after, (x.float() + residual.float()).bfloat16())
+    assert norm.supports_args(rows, weight, 1e-6) and not norm.supports_args(rows, None, 1e-6)
+    assert not norm.supports_args(rows, weight.float(), 1e-6) and not norm.supports_args(rows, weight, 1e-6, 32)
+
+
 def vllm_layer(**changes: Any) -> Any:
     """A layer as vLLM passes it to a method for routed experts."""
     parallel = SimpleNamespace(tp_size=1, ep_size=1, dp_size=1)

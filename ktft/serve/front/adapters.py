@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ class Loaded:
     path: str
 
 
-class ServedAdapters:
+class ServedAdapters(ABC):
     """The adapters of a server. It is either `Beside` or `Alone`.
 
     Attributes:
@@ -45,14 +46,15 @@ class ServedAdapters:
         self._record = AdapterRecord(settings.adapter_file)
 
     @property
+    @abstractmethod
     def names(self) -> list[str]:
         """The names that requests may give."""
-        raise NotImplementedError
 
+    @abstractmethod
     def room(self, name: str | None) -> str:
         """The room of `Admission` for a request that names this model."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def load(self, client: Client, name: str, path: str) -> dict[str, Any]:
         """Serve the adapter in a directory by this name. Returns what `Client.add_adapter` does.
 
@@ -60,14 +62,14 @@ class ServedAdapters:
             Refusal: it did not work. Nothing has changed, the record on disk included, unless `mixed` is set.
             Busy: the requests in flight took too long. Nothing has changed.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     async def unload(self, client: Client, name: str) -> dict[str, Any]:
         """Serve an adapter no longer. Raises as `load`, and Refusal if none has this name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def announce(self, client: Client) -> None:
-        """Tell the engine of the adapters that are there from its start."""
+        """Tell the engine of the adapters that are there from its start, if it must know their names."""
 
     def check(self, name: str | None) -> None:
         """Raise Refusal if a request that names this model, or none, cannot be served now."""
@@ -203,6 +205,9 @@ class Alone(ServedAdapters):
 
     def room(self, name: str | None) -> str:
         return ""
+
+    def announce(self, client: Client) -> None:
+        """Nothing: the engine knows one model, whose name changes."""
 
     def _known(self) -> str:
         return f"the adapter {self.names[0]} of {self.base}" if self.loaded else self.base
