@@ -3,7 +3,7 @@
 For each family of tests/tiny.py, a process of its own serves a tiny checkpoint, and the log-probabilities of a prompt's
 tokens are compared with those of transformers' model with ktft's experts. Needs vLLM and no GPU. For instance:
 
-    python tests/scripts/serve_families.py --families qwen3moe mixtral
+    python tests/scripts/serve_families.py --families qwen3moe mixtral [--dense-format int8]
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(checkpoint: Path) -> list[list[float]]:
+def trained(checkpoint: Path, dense_format: str | None) -> list[list[float]]:
     """Log-probabilities of the prompt's tokens after the first by transformers' model with ktft's experts, and then
     without any routed expert.
     """
@@ -59,7 +59,9 @@ def trained(checkpoint: Path) -> list[list[float]]:
     from ktft.model.quantizer import KtftConfig
 
     model = auto_class(AutoConfig.from_pretrained(checkpoint)).from_pretrained(
-        checkpoint, quantization_config=KtftConfig(expert_format="bf16", threads=1), dtype=torch.bfloat16
+        checkpoint,
+        quantization_config=KtftConfig(expert_format="bf16", threads=1, dense_format=dense_format),
+        dtype=torch.bfloat16,
     )
     ids = torch.tensor([PROMPT])
 
@@ -74,7 +76,7 @@ def trained(checkpoint: Path) -> list[list[float]]:
     return [*found, log_probabilities()]
 
 
-def served(checkpoint: Path) -> list[float]:
+def served(checkpoint: Path, dense_format: str | None) -> list[float]:
     """The same log-probabilities by vLLM."""
     import torch
     from in_process import served
@@ -84,11 +86,12 @@ def served(checkpoint: Path) -> list[float]:
     model_type = json.loads((checkpoint / "config.json").read_text())["model_type"]
     options = {"max_num_seqs": 2, "disable_log_stats": True, "hf_overrides": of(model_type).overrides}
     options["compilation_config"] = compilation_config(model_type, torch.cuda.is_available(), 2)
-    with served(checkpoint, options=options, expert_format="bf16", adapter_swap=False) as running:
+    own = {"expert_format": "bf16", "adapter_swap": False, "dense_format": dense_format}
+    with served(checkpoint, options=options, **own) as running:
         return running.logprobs(PROMPT).tolist()
 
 
-def examine(family: str) -> str:
+def examine(family: str, dense_format: str | None) -> str:
     """Examine a family. Returns a line about it."""
     with tempfile.TemporaryDirectory() as folder:
         code = (
@@ -102,6 +105,7 @@ def examine(family: str) -> str:
         found = {}
         for side in ("trained", "served"):
             command = [sys.executable, __file__, "--side", side, "--checkpoint", folder]
+            command += ["--dense-format", dense_format] if dense_format else []
             done = subprocess.run(command, capture_output=True, text=True, timeout=600)
             if done.returncode:
                 Path(f"{tempfile.gettempdir()}/serve_families.{family}.{side}.log").write_text(
@@ -124,12 +128,13 @@ def difference(one: list[float], other: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", metavar="FAMILY", help="names of tests/tiny.py; by default all")
+    parser.add_argument("--dense-format", help="of the weights around the experts, on both sides; by default bf16")
     parser.add_argument("--side", choices=("trained", "served"), help="internal: what one process does")
     parser.add_argument("--checkpoint", type=Path)
     args = parser.parse_args()
     if args.side:
         sides = {"trained": trained, "served": served}
-        print(json.dumps(sides[args.side](args.checkpoint)), flush=True)
+        print(json.dumps(sides[args.side](args.checkpoint, args.dense_format)), flush=True)
         return
     from tiny import FAMILIES, MORE_FAMILIES
 
@@ -139,7 +144,7 @@ def main() -> None:
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     for family in args.families or known:
-        print(examine(family), flush=True)
+        print(examine(family, args.dense_format), flush=True)
 
 
 if __name__ == "__main__":
