@@ -200,7 +200,8 @@ def test_a_damaged_checkpoint(tiny_checkpoint: Checkpoint, tmp_path: Path) -> No
         (("k4", "--layers", "1"), "--layers: not with --dense-format"),
         (("k4", "--whole", "--deferral", "1"), "--whole, --deferral: not with --dense-format"),
         (("k4", "--source", "."), "--source: not with --dense-format"),
-        (("k4", "--serve", "http://127.0.0.1:1"), "--dense-format: not with --serve URL"),
+        (("k4,int8", "--serve", "http://127.0.0.1:1"), "dense_format is 'k4,int8'; supported: bf16, fp8, int8, k4"),
+        (("k4", "--serve", "http://127.0.0.1:1", "--layers", "1"), "--layers: not with --serve URL"),
     ],
 )
 def test_refused(base: Path, options: tuple[str, ...], message: str) -> None:
