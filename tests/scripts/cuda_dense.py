@@ -1,11 +1,16 @@
 """Times of an optimizer step with dense weights in each format and place, taking turns in one process.
 
-    python tests/scripts/cuda_dense.py [--shape E,k,H,I] [--layers 2] [--tokens 2048] [--micro-batches 8] ...
+    python tests/scripts/cuda_dense.py [--shape E,k,H,I] [--layers 2] [--tokens 2048] [--micro-batches 8]
+        [--training 50] ...
 
 The model is that of `ktft bench step`; its linear layers are packed here, so that experts, LoRA and tokens are the same
 in all cases. First the losses and gradients of the packed layers are compared with those of ordinary layers with the
 decoded weights: losses must be equal, recorded or not. Kernels that add in an order of their own may change gradients
 by themselves, so the ordinary layers' gradients are compared with each other as well.
+
+`--training` then trains for so many steps from one state, with packed layers and with ordinary ones of the decoded
+weights. Exits 1 if a step's losses are more than 0.2% apart. Beside them stand the losses of the bf16 weights, which
+show what the rounding of the format does.
 """
 
 from __future__ import annotations
@@ -33,6 +38,9 @@ from ktft.native.dense import pack_dense
 
 Layers = dict[str, nn.Linear]
 Gradients = dict[str, Tensor]
+MOST = 2e-3  # of a loss
+SEEN_BATCHES = 4  # that take turns, so that their losses fall
+TRAINING_RATE = 1e-3
 
 
 def base_layers(model: nn.Module) -> Layers:
@@ -103,15 +111,71 @@ def difference(one: Gradients, other: Gradients) -> float:
     return max(float((a - other[name]).norm() / a.norm().clamp_min(1e-30)) for name, a in one.items())
 
 
+def trained(runner: Ktft, start: list[Tensor], steps: int) -> list[float]:
+    """Losses of steps from this state of what is trained."""
+    parameters = [each for each in runner.model.parameters() if each.requires_grad]
+    with torch.no_grad():
+        for each, value in zip(parameters, start, strict=True):
+            each.copy_(value)
+    if runner.lanes is not None:
+        runner.lanes.forget()
+    runner.optimizer = runner.make_optimizer(parameters)
+    for group in runner.optimizer.param_groups:
+        group["lr"] = TRAINING_RATE
+    found = []
+    for step in range(steps):
+        torch.manual_seed(step % SEEN_BATCHES)
+        batches = [
+            torch.randint(1000, (1, runner.job.tokens[0]), device=runner.device)
+            for _ in range(runner.job.micro_batches)
+        ]
+        runner.order.recorder.begin()
+        found.append(float(runner.accumulate(batches)))
+        runner.update()
+    return found
+
+
+def apart(one: list[float], other: list[float]) -> float:
+    """The largest difference of two losses of a step, relative to the second's."""
+    return max(abs(a / b - 1) for a, b in zip(one, other, strict=True))
+
+
+def compare_trainings(runner: Ktft, cases: dict[str, Layers], plain: Layers, steps: int) -> bool:
+    """Print losses of trainings with each case's layers. Returns whether they are those of the decoded weights."""
+    start = [each.detach().clone() for each in runner.model.parameters() if each.requires_grad]
+    use(runner, plain)
+    unrounded = trained(runner, start, steps)
+    same = True
+    for name, layers in cases.items():
+        use(runner, decoded(layers))
+        expected = trained(runner, start, steps)
+        use(runner, layers, new_recorder(runner))
+        found = trained(runner, start, steps)
+        same = same and apart(found, expected) <= MOST
+        print(
+            f"{name:10} {steps} steps, loss {found[0]:.4f} to {found[-1]:.4f}, at most {apart(found, expected):.2e} "
+            f"from the decoded weights' loss of the same step, {apart(found, unrounded):.2e} from that of bf16 weights",
+            flush=True,
+        )
+    return same
+
+
 def decoded(layers: Layers) -> Layers:
     return {name: each.to_linear() if isinstance(each, PackedLinear) else each for name, each in layers.items()}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="256,8,7168,2048", help="a name, or E,k,H,I [%(default)s]")
     parser.add_argument("--cases", default="bf16,fp8,int8,k4,bf16@host,fp8@host,k4@host")
-    for name, value in (("layers", 2), ("tokens", 2048), ("micro-batches", 8), ("runs", 5), ("warm", 3)):
+    for name, value in (
+        ("layers", 2),
+        ("tokens", 2048),
+        ("micro-batches", 8),
+        ("runs", 5),
+        ("warm", 3),
+        ("training", 0),
+    ):
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
     job = Job(
@@ -154,7 +218,8 @@ def main() -> None:
         middle = statistics.median(each.step for each in steps)
         ratio = statistics.median(each.step / b for each, b in zip(steps, base, strict=True)) if base else 1.0
         print(f"{name:10} step {1e3 * middle:9.2f} ms, {ratio:.3f} of bf16's", flush=True)
+    return not (args.training == 0 or compare_trainings(runner, cases, plain, args.training))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
