@@ -326,7 +326,7 @@ def test_lora_that_reads_weights_is_refused(tiny_checkpoint: Checkpoint, asked: 
 
 
 def test_llamafactory(run_cli: RunCli, train_yaml: TrainYaml, tmp_path: Path) -> None:
-    """Packed weights train, a run is resumed with the bits of an uninterrupted one, and the adapter can be exported."""
+    """Packed weights train, and a run that is resumed with them elsewhere has the bits of an uninterrupted one."""
     kt: dict[str, Any] = {"expert_format": "int8", "dense_format": "k4", "dense_placement": "host", "threads": 1}
     given: dict[str, Any] = {"kt_config": kt, "max_steps": 4, "save_steps": 2}
     environment = {"KTFT_EMULATE_GPU": "1"}
@@ -337,7 +337,8 @@ def test_llamafactory(run_cli: RunCli, train_yaml: TrainYaml, tmp_path: Path) ->
         return tmp_path / name
 
     whole = run("whole")
-    resumed = run("resumed", resume_from_checkpoint=str(whole / "checkpoint-2"))
+    elsewhere = kt | {"dense_placement": "gpu"}
+    resumed = run("resumed", resume_from_checkpoint=str(whole / "checkpoint-2"), kt_config=elsewhere)
     first, second = tensors_of(whole), tensors_of(resumed)
     assert first.keys() == second.keys() and all(torch.equal(second[name], each) for name, each in first.items())
     assert len(logged(whole)) == 4 and any(bool(Tensor.any(each)) for name, each in first.items() if "lora_B" in name)

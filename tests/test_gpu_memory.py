@@ -23,7 +23,7 @@ from ktft.lanes.gpu import lane as lane_module
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.residents import free_for_residents
 from ktft.model import gpu_memory as gpu_memory_module
-from ktft.model.gpu_memory import hold_gpu_memory
+from ktft.model.gpu_memory import hold_gpu_memory, require_gpu_memory
 from ktft.model.shortage import GpuUse
 from ktft.train.optimizer import AdamW
 from ktft.train.out_of_memory import gpu_use, told
@@ -136,6 +136,19 @@ def test_a_model_brings_its_limit(base: Path, monkeypatch: pytest.MonkeyPatch) -
     hold_gpu_memory(1, weights=GIB)  # there is nothing to hold
 
 
+def test_weights_that_the_gpu_has_no_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, device = FakeCuda(monkeypatch, 20 * GIB), Cuda(torch.device("cuda", 0))
+    monkeypatch.setattr(gpu_memory_module, "accelerator", lambda: device)
+    monkeypatch.setattr(Cuda, "name", lambda self: "a small GPU")
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1 * GIB)
+    fake.reserved = 2 * GIB  # of an earlier model's, of which half is free again
+    require_gpu_memory(3 * GIB)
+    with pytest.raises(ValueError, match="dense_placement: host") as caught:
+        require_gpu_memory(4 * GIB)
+    said = "what is not a routed expert needs 4.0 GiB of a small GPU's memory, 3.0 GiB are available: 1.0 GiB too few."
+    assert str(caught.value).startswith(said)
+
+
 def test_a_command_within_a_limit(train_yaml: TrainYaml, fork_cli: RunCli, tmp_path: Path) -> None:
     """Under a limit too small for what waits for backward it waits in host memory, and the losses are the same."""
     losses = []
@@ -224,6 +237,8 @@ def test_no_checkpoint_is_said_and_another_error_is_itself(base: Path, tmp_path:
     given = trainer, None, None
     assert told(*given, ValueError("another"), "") is None
     assert told(*given, torch.OutOfMemoryError(SAID), "") is not None
+    outside_torch = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    assert "step 2: CUDA error: CUBLAS_STATUS_ALLOC_FAILED" in str(told(*given, outside_torch, ""))
     trainer.args.auto_find_batch_size = True  # it looks for torch's own words, and begins again
     assert told(*given, torch.OutOfMemoryError(SAID), "") is None
 

@@ -6,6 +6,7 @@ import torch
 
 from ktft.config import emulate_gpu
 from ktft.device import OUTSIDE, Device, accelerator, device_of
+from ktft.model.shortage import shortage
 from ktft.system import readable
 
 
@@ -25,6 +26,27 @@ def hold_gpu_memory(size: int | None, weights: int) -> None:
     if size is not None:
         _check(device, size, weights)
     device.hold_to(size)
+
+
+def require_gpu_memory(weights: int) -> None:
+    """Refuse weights for which the GPU has no room.
+
+    Args:
+        weights: bytes of the weights that will lie on the GPU.
+
+    Raises:
+        ValueError: less is free; the message has both sizes and the cure.
+    """
+    device = accelerator()
+    if device is None or (free := device.free_bytes()) is None:
+        return
+    available = free[0] + device.memory_reserved() - device.memory_allocated()
+    if weights > available:
+        said = shortage("what is not a routed expert", weights, available, f"{device.name()}'s memory")
+        raise ValueError(
+            f"{said}. Set dense_placement: host in kt_config to keep these weights in host memory, or a smaller "
+            "dense_format (k4, int8 or fp8), or end what else uses the GPU (`nvidia-smi` shows it)"
+        )
 
 
 def _check(device: Device, size: int, weights: int) -> None:

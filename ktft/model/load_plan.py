@@ -52,18 +52,23 @@ def check_memory(
     Raises:
         ValueError: the model does not fit; the message says how much memory it needs and how much there is.
     """
-    places = device_map.values() if isinstance(device_map, dict) else [device_map or "cpu"]
     reserve = {"reserve_bytes": reserve_bytes} if isinstance(reserve_bytes, int) else reserve_bytes
     causes = {PACKED: sum(layer.packed_bytes for layer in plan.layers.values())} | dict(reserve)
     on_host = plan.backbone.dense.host_bytes if plan.backbone.dense is not None else 0
     causes[WEIGHTS] = max(causes.get(WEIGHTS, 0), on_host)
-    if all(str(place) == "cpu" for place in places):
+    if is_on_cpu(device_map):
         causes[WEIGHTS] += dense_bytes_of(model, plan) - saved
     what = f"the model in expert_format {plan.expert_format}"
     what = f"{what} and training" if reserve_bytes else what
     if (processes := Launch.of_environment().local_ranks) > 1:  # they load at the same time
         what, causes = f"{what}, in {processes} processes,", {name: size * processes for name, size in causes.items()}
     require_memory(what, causes)
+
+
+def is_on_cpu(device_map: Any) -> bool:
+    """Whether a model of this `device_map` is loaded into host memory."""
+    places = device_map.values() if isinstance(device_map, dict) else [device_map or "cpu"]
+    return all(str(place) == "cpu" for place in places)
 
 
 def dense_bytes_of(model: nn.Module, plan: LoadPlan) -> int:

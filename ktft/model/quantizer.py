@@ -25,8 +25,8 @@ from ktft.lanes.decide.placer import usable_placement
 from ktft.lora import NOT_SHARED
 from ktft.model.dense_linears import fitting
 from ktft.model.experts import find_experts
-from ktft.model.gpu_memory import hold_gpu_memory
-from ktft.model.load_plan import LoadPlan, check_memory, dense_bytes_of, has_gpu
+from ktft.model.gpu_memory import hold_gpu_memory, require_gpu_memory
+from ktft.model.load_plan import LoadPlan, check_memory, dense_bytes_of, has_gpu, is_on_cpu
 from ktft.model.tensor_parallel import asked_tp_size, check_versions, take_over
 from ktft.ranks.launch import Launch
 
@@ -219,7 +219,10 @@ class KtftHfQuantizer(HfQuantizer):
                 f"dense_format {given.dense_format!r} and dense_placement {given.dense_placement!r} do not work "
                 "with tensor parallelism or FSDP, which divide weights; leave both out of kt_config"
             )
-        hold_gpu_memory(given.settings.gpu_memory, dense_bytes_of(model, self._plan))
+        weights = dense_bytes_of(model, self._plan)
+        hold_gpu_memory(given.settings.gpu_memory, weights)
+        if not is_on_cpu(kwargs.get("device_map")) and tp_size == 1 and not is_fsdp_enabled():
+            require_gpu_memory(weights)
         if self._plan.backbone.conversions():
             if tp_size > 1:
                 raise ValueError(

@@ -154,12 +154,13 @@ def _describe_all(directory: Path, names: Iterable[str]) -> dict[str, dict[str, 
 def run_facts(model: nn.Module, optim: str) -> dict[str, str]:
     """Facts that must be the same in the run that resumes: description -> value.
 
-    A hash of the frozen vectors (norms, biases) tells base models of one architecture apart, in any precision. All
-    ranks must call it if FSDP2 divides the model.
+    A hash of the frozen vectors (norms, biases) tells base models of one architecture apart, in any precision. Packed
+    weights, which are vectors of bytes, are left out: a run may go on with them on another device or in another format.
+    All ranks must call it if FSDP2 divides the model.
     """
     config, vectors = _lora_config(model), hashlib.sha256()
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1 and not parameter.requires_grad:
+        if parameter.dim() == 1 and parameter.is_floating_point() and not parameter.requires_grad:
             value = whole(parameter, ranks()) if is_sharded(parameter) else whole_vector(parameter.detach())
             vectors.update(name.encode() + value.detach().float().cpu().numpy().tobytes())
     return {

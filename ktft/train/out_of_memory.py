@@ -15,6 +15,8 @@ from ktft.model.experts import decoder_lists
 from ktft.model.shortage import GpuUse, out_of_gpu_memory
 from ktft.train.step_order import StepOrder
 
+_SAID = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+"""How libraries that do not allocate through torch say that the GPU's memory is used up."""
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -30,7 +32,7 @@ def told(
         lanes: of its experts.
         kept: which checkpoint is left.
     """
-    if not isinstance(error, torch.OutOfMemoryError) or trainer.args.auto_find_batch_size:
+    if not _is_for_memory(error) or trainer.args.auto_find_batch_size:
         return None
     device = device_of(next(trainer.model.parameters()).device)
     free = device.free_bytes()
@@ -40,6 +42,12 @@ def told(
     what = f"step {trainer.state.global_step + 1}: {where}" + (f", {asked[1]} more were asked for" if asked else "")
     use = gpu_use(trainer, order, lanes, _allocated(said) or device.memory_allocated())
     return torch.OutOfMemoryError(out_of_gpu_memory(what, use, None if free is None else free[1], kept))
+
+
+def _is_for_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _SAID)
 
 
 def gpu_use(trainer: Any, order: StepOrder | None, lanes: Lanes | None, allocated: int) -> GpuUse:
