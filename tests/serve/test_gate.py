@@ -61,6 +61,16 @@ async def test_names_are_optional_where_nothing_is_generated(server: Server) -> 
     assert (await done(server, "/tokenize", {"prompt": "x"})).status == 200
 
 
+@pytest.mark.parametrize("one_at_a_time", [False, True])
+@pytest.mark.parametrize("content", [{"messages": HELLO}, {"model": None, "messages": HELLO}])
+async def test_the_only_model_needs_no_name(serve: Serve, one_at_a_time: bool, content: Any) -> None:
+    """Clients of vLLM leave `model` out, and its own tests do."""
+    server = serve(adapter_swap=False, one_at_a_time=one_at_a_time)
+    response = await done(server, CHAT, content)
+    assert (response.status, response.body) == (200, b"None None None ")
+    assert (await done(server, CHAT, {"model": "other", "messages": HELLO})).status == 404
+
+
 async def test_large_bodies_are_refused_with_and_without_a_declared_length(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:

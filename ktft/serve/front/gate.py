@@ -106,7 +106,9 @@ class Gate:
 
     async def _compute(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         body = await asgi.read_body(scope, receive)
-        name = check_request(path, asgi.parse(scope, body), must_name=self.paths.computes[path])
+        # As with the engine alone, the only model needs no name
+        must_name = self.paths.computes[path] and self.settings.adapter_slots
+        name = check_request(path, asgi.parse(scope, body), must_name=must_name)
         self.adapters.announce(self.connect(scope))
         async with self.admission.entered(self.adapters.room(name), lambda: self.adapters.check(name), receive):
             await self.app(scope, asgi.replayed(body, receive), send)
