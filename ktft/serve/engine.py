@@ -109,7 +109,7 @@ class Paths:
     """The paths of an engine's HTTP application that take a POST. The gate refuses all others.
 
     Attributes:
-        computes: paths that take a request for a model -> whether the request has to name the model, on a server that has
+        computes: paths that take a request for a model -> whether the request has to name it, on a server that has
             adapters or may get some.
         admin: paths that change what every user gets, for which the admin key is needed.
         passed: paths that need no check.
