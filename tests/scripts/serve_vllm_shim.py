@@ -38,7 +38,6 @@ NEUTRAL = {
     "--dtype",
     "--enable-chunked-prefill",
     "--enable-lora",
-    "--enable-prompt-tokens-details",
     "--enable-tokenizer-info-endpoint",
     "--enforce-eager",
     "--gpu-memory-utilization",
@@ -97,7 +96,7 @@ def command(model: str, port: int, options: Sequence[tuple[str, list[str]]]) -> 
     """The command line that serves a model as the test asks for, by `ktft serve` or by vLLM's own command."""
     stock = settings()["kind"] == "vllm"
     own = [word for pair in ALWAYS.items() for word in pair] + ["--port", str(port)]
-    further = ["--enforce-eager", "--enable-prompt-tokens-details", "--enable-tokenizer-info-endpoint"]
+    further = ["--enforce-eager", "--enable-tokenizer-info-endpoint"]
     for name, values in options:
         if name.startswith("--lora-module"):
             own += [word for each, path in adapters(values) for word in ("--adapter", f"{each}={path}")]

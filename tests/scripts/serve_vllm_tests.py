@@ -84,8 +84,8 @@ EXPLAINED = {
     f"{_TOOLS}[plain-False-auto-": _CHOOSES,
     f"{_CHAT}test_more_than_one_prompt_logprobs_chat": "asks that a token of the prompt is the likeliest one",
     f"{_CHAT}test_single_chat_session": _TOKENS,
-    f"{_CHAT}test_structured_outputs_json_chat": "random weights write control characters into a string of JSON, "
-    "which xgrammar allows and Python does not read",
+    f"{_CHAT}test_structured_outputs_json_chat": "random weights write strings of JSON that do not end, or control "
+    "characters, which xgrammar allows in them and Python does not read",
     f"{_CHAT}test_response_format_json_object": _TRAINED,
     f"{_CHAT}test_response_format_json_schema": _TRAINED,
     f"{_CHAT}test_complex_message_content": _TRAINED,
