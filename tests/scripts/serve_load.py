@@ -42,7 +42,7 @@ NAMES = (BASE, *ADAPTERS, ALIAS)
 SHAPE = {"head_dim": 32, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64}
 VOCABULARY, MOST_TOKENS = 320, 512
 CANDIDATES, WANTED = 400, 12
-TOGETHER = CANDIDATES, 16, 3, 1  # requests at a time while models are learned
+TOGETHER = CANDIDATES, 16, 3, 1  # requests at a time: a batch's rounding may change a token's experts
 MARGIN = 0.3  # nats between the greedy token and the next: rounding in a larger batch must not change it
 HANG_SECONDS = 120.0
 GROWTH_LIMIT = 0.05
@@ -162,11 +162,7 @@ class Load:
     # --- what each model answers ------------------------------------------------------------------------------------
 
     async def learn(self) -> None:
-        """Choose the prompts, with each model served alone and without load.
-
-        A token's experts may change with the rounding of the batch that it is in, and a whole answer with them. So each
-        prompt is asked in batches of several sizes, and kept if its answer is clear and the same in all.
-        """
+        """Choose the prompts, with each model served alone: those whose answer is clear, and the same in any batch."""
         candidates = [self._candidate(number) for number in range(CANDIDATES)]
         first: list[dict[str, int]] = [{} for _ in candidates]
         for name in (*ADAPTERS, BASE):
@@ -175,8 +171,8 @@ class Load:
             found: list[set[int | None]] = [set() for _ in candidates]
             for size in TOGETHER:
                 for begin in range(0, CANDIDATES, size):
-                    group = candidates[begin : begin + size]
-                    answers = await asyncio.gather(*(self._first(name, *each) for each in group))
+                    asked = [self._first(name, *each) for each in candidates[begin : begin + size]]
+                    answers = await asyncio.gather(*asked)
                     for tokens, (token, margin) in zip(found[begin:], answers, strict=False):
                         tokens.add(token if margin >= MARGIN else None)
             for known, tokens in zip(first, found, strict=True):
