@@ -168,7 +168,7 @@ class Load:
         for name in (*ADAPTERS, BASE):
             if name != BASE:
                 await self.serve(name, name)
-            found: list[set[int | None]] = [set() for _ in candidates]
+            found: list[set[Any]] = [set() for _ in candidates]
             for size in TOGETHER:
                 for begin in range(0, CANDIDATES, size):
                     asked = [self._first(name, *each) for each in candidates[begin : begin + size]]
@@ -176,9 +176,8 @@ class Load:
                     for tokens, (token, margin) in zip(found[begin:], answers, strict=False):
                         tokens.add(token if margin >= MARGIN else None)
             for known, tokens in zip(first, found, strict=True):
-                token = tokens.pop()
-                if token is not None and not tokens:
-                    known[name] = token
+                if len(tokens) == 1 and None not in tokens:
+                    known[name] = next(iter(tokens))
             if name != BASE:
                 await self.serve(name, None)
         for (path, content), known in zip(candidates, first, strict=True):
