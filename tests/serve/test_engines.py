@@ -76,7 +76,7 @@ def test_the_gate_follows_the_engines_paths(tmp_path: Path, monkeypatch: pytest.
         await asgi.answer_json(send, {})
 
     paths = Paths({"/generate": False, "/v1/completions": True}, admin=("/flush_cache",))
-    settings = ServeSettings(str(tmp_path), served_name="base")
+    settings = ServeSettings(str(tmp_path), served_name="base", adapter_swap=True)
     gate = Gate(app, lambda scope: Client(), paths, settings, CollectorRegistry())
 
     async def ask() -> list[int]:
