@@ -23,6 +23,7 @@ from ktft.lanes.gpu import lane as lane_module
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.residents import free_for_residents
 from ktft.model import gpu_memory as gpu_memory_module
+from ktft.model import quantizer
 from ktft.model.gpu_memory import hold_gpu_memory, require_gpu_memory
 from ktft.model.shortage import GpuUse
 from ktft.train.optimizer import AdamW
@@ -136,7 +137,7 @@ def test_a_model_brings_its_limit(base: Path, monkeypatch: pytest.MonkeyPatch) -
     hold_gpu_memory(1, weights=GIB)  # there is nothing to hold
 
 
-def test_weights_that_the_gpu_has_no_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_the_gpu_has_no_room_for_are_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake, device = FakeCuda(monkeypatch, 20 * GIB), Cuda(torch.device("cuda", 0))
     monkeypatch.setattr(gpu_memory_module, "accelerator", lambda: device)
     monkeypatch.setattr(Cuda, "name", lambda self: "a small GPU")
@@ -147,6 +148,10 @@ def test_weights_that_the_gpu_has_no_room_for_are_refused(monkeypatch: pytest.Mo
         require_gpu_memory(4 * GIB)
     said = "what is not a routed expert needs 4.0 GiB of a small GPU's memory, 3.0 GiB are available: 1.0 GiB too few."
     assert str(caught.value).startswith(said)
+    fake.used, fake.reserved = 24 * GIB, 1 * GIB
+    monkeypatch.setattr(quantizer, "is_on_cpu", lambda device_map: False)
+    with pytest.raises(ValueError, match=r"what is not a routed expert needs 0\.\d MiB"):  # before a weight is read
+        runs.adapted(base)
 
 
 def test_a_command_within_a_limit(train_yaml: TrainYaml, fork_cli: RunCli, tmp_path: Path) -> None:
