@@ -122,8 +122,8 @@ void fix_row(const bf16* at, int cols, FixedPoint<kPlanes>* out, int apart) {
   }
 }
 
-// Prefetches weights, which are read once. Past L2, they leave it to what is read again: faster on AMD's CPUs, a quarter
-// slower on Intel's with tiles (docs/dev/kernel-log.md).
+// Prefetches weights, which are read once. Past L2, they leave it to what is read again: faster on AMD's CPUs, a
+// quarter slower on Intel's with tiles (docs/dev/kernel-log.md).
 template <class V>
 void prefetch_weights(const uint8_t* begin, size_t bytes) {
   if constexpr (kHasTiles<V>)
