@@ -63,7 +63,13 @@ void bind_system(py::module_& m) {
       .def_property_readonly("nodes", [](const Runtime& r) { return r.pool.nodes(); })
       .def_property_readonly("workspace_bytes", &workspace_bytes)
       .def("take_phases", &Runtime::take_phases)
-      .def("take_weight_bytes", [](Runtime& r) { return r.weight_bytes.exchange(0); });
+      .def("take_weight_bytes", [](Runtime& r) { return r.weight_bytes.exchange(0); })
+      .def(
+          "spin_for",
+          [](Runtime& r, double seconds) {
+            return r.pool.spin_for(std::chrono::nanoseconds(int64_t(seconds * 1e9))).count() / 1e9;
+          },
+          "seconds"_a);
   m.def("cpu_features", &cpu_feature_list);
   m.def("isas", [] {
     py::list names;

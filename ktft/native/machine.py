@@ -130,6 +130,13 @@ class Runtime:
         """Bytes of packed experts that products read, from memory or caches, since this was last called."""
         return int(self.handle.take_weight_bytes())
 
+    def spin_for(self, seconds: float) -> float:
+        """Set how long a thread spins for its next work before it sleeps. Returns the time that was set before.
+
+        Spinning threads take the time of their cores, unless another thread waits for these, and wake at once.
+        """
+        return float(self.handle.spin_for(seconds))
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """Messages for a person about what makes this machine slower than it could be."""

@@ -67,7 +67,7 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
         words += ["--enable-lora", "--max-loras", str(settings.most_adapters)]
     words.append("--disable-uvicorn-access-log")
     if not found.gpu:  # torch.compile gains little beside the time of the experts, and takes a minute of the start
-        words += ["--enforce-eager", *norms.ARGUMENT]
+        words += ["--enforce-eager", "--worker-cls", "ktft.serve.vllm.cpu_worker.KtftCpuWorker", *norms.ARGUMENT]
     return [*words, *options.extra]
 
 

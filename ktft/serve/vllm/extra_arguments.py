@@ -56,7 +56,7 @@ REFUSED = {
         ("speculative-config", "spec-method", "spec-model", "spec-tokens", "enable-elastic-ep", "kv-transfer-config"),
         "ktft was not tested with it",
     ),
-    "worker-cls": "ktft was tested with vLLM's own worker",
+    "worker-cls": "ktft chooses the worker: without a GPU its own, else vLLM's",
     "cpu-offload-gb": "ktft keeps the experts in CPU memory itself",
     "enable-sleep-mode": "ktft cannot put its experts to sleep",
     "uds": "ktft serve listens at --host and --port",

@@ -1,0 +1,62 @@
+"""A server on a CPU takes the threads that a step needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from in_process import served
+from tiny import write_checkpoint
+
+from ktft.native.machine import Runtime, runtime
+from ktft.serve.runtime.served_model import current
+from ktft.serve.vllm.cpu_worker import AWAKE, FEW_TOKENS, SHORT, StepThreads
+
+ALL = 2
+
+
+@pytest.fixture
+def threads() -> Iterator[int]:
+    """All threads of OpenMP."""
+    before = torch.get_num_threads()
+    torch._C.set_num_threads(ALL)
+    yield ALL
+    torch._C.set_num_threads(before)
+
+
+def spun_for(kernels: Runtime) -> float:
+    """How long ktft's threads spin."""
+    before = kernels.spin_for(0)
+    kernels.spin_for(before)
+    return before
+
+
+def test_few_tokens_with_a_short_context_are_computed_by_one_thread(threads: int) -> None:
+    kernels = runtime(threads=2)
+    usual = spun_for(kernels)
+    steps = StepThreads(kernels)
+    for tokens, context, alone in (
+        (32, 0, False),
+        (1, 32, True),
+        (FEW_TOKENS, SHORT, True),
+        (1, SHORT + 1, False),
+        (1, 0, True),
+        (FEW_TOKENS + 1, 0, False),
+    ):
+        steps.begin(tokens, context)
+        assert torch.get_num_threads() == (1 if alone else threads), (tokens, context)
+        assert spun_for(kernels) == pytest.approx(AWAKE if alone else usual), (tokens, context)
+
+
+def test_steps_of_a_server_follow(tmp_path: Path, threads: int) -> None:
+    checkpoint = write_checkpoint("qwen3moe", tmp_path / "base")
+    with served(checkpoint, options={"worker_cls": "ktft.serve.vllm.cpu_worker.KtftCpuWorker"}, threads=2) as server:
+        prompt, _ = server.greedy(tokens=1)
+        assert (torch.get_num_threads(), spun_for(current().runtime) < AWAKE) == (threads, True), "after the prompt"
+        answer, _ = server.greedy(tokens=4)
+        assert (torch.get_num_threads(), spun_for(current().runtime)) == (1, AWAKE), "after single tokens"
+        server.greedy(tokens=1)
+        assert torch.get_num_threads() == threads, "after another prompt"
+    assert answer[:1] == prompt
