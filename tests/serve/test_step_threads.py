@@ -51,7 +51,7 @@ def test_few_tokens_with_a_short_context_are_computed_by_one_thread(threads: int
 
 
 def test_steps_of_a_server_follow(tmp_path: Path, threads: int) -> None:
-    checkpoint = write_checkpoint("qwen3moe", tmp_path / "base")
+    checkpoint = write_checkpoint("qwen3moe", tmp_path / "base", head_dim=32)
     with served(checkpoint, options={"worker_cls": "ktft.serve.vllm.cpu_worker.KtftCpuWorker"}, threads=2) as server:
         prompt, _ = server.greedy(tokens=1)
         assert (torch.get_num_threads(), spun_for(current().runtime) < AWAKE) == (threads, True), "after the prompt"

@@ -48,7 +48,7 @@ class StepThreads:
         self._alone = alone
 
 
-class KtftCpuWorker(CPUWorker):  # type: ignore[misc]
+class KtftCpuWorker(CPUWorker):
     """vLLM's own, but for the threads of a step."""
 
     _step_threads: StepThreads | None = None
