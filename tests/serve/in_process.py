@@ -119,6 +119,7 @@ def served(checkpoint: Path, *, options: dict[str, Any] | None = None, **setting
             **{
                 "quantization": "ktft",
                 "load_format": "ktft",
+                "worker_cls": "ktft.serve.vllm.cpu_worker.KtftCpuWorker",
                 "worker_extension_cls": "ktft.serve.vllm.worker.KtftWorker",
                 "enforce_eager": True,
                 "max_model_len": 128,
