@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,14 @@ from in_process import served
 from tiny import write_checkpoint
 
 from ktft.native.machine import Runtime, runtime
+from ktft.serve.engine import Findings, Options
+from ktft.serve.engines import VLLM
 from ktft.serve.runtime.served_model import current
-from ktft.serve.vllm.cpu_worker import AWAKE, FEW_TOKENS, SHORT, StepThreads
+from ktft.serve.runtime.settings import ServeSettings
+from ktft.serve.vllm.cpu_worker import AWAKE, FEW_TOKENS, SHORT, KtftCpuWorker, StepThreads
 
 ALL = 2
+WORKER = f"{KtftCpuWorker.__module__}.{KtftCpuWorker.__qualname__}"
 USUAL = 50e-6
 """Seconds that ktft's threads spin unless told otherwise. Servers of other tests may have left them awake."""
 
@@ -63,3 +68,10 @@ def test_steps_of_a_server_follow(tmp_path: Path, threads: int) -> None:
         server.greedy(tokens=1)
         assert (torch.get_num_threads(), spun_for(current().runtime)) == (threads, USUAL), "after another prompt"
     assert answer[:1] == prompt
+
+
+def test_a_server_without_a_gpu_gets_the_worker(tmp_path: Path) -> None:
+    settings = ServeSettings(str(tmp_path))
+    on_cpu = Findings(VLLM, "qwen3_moe", False, 512, 1 << 20)
+    assert WORKER in VLLM.arguments(settings, Options(), on_cpu)
+    assert WORKER not in VLLM.arguments(settings, Options(), replace(on_cpu, gpu=True))

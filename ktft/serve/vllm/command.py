@@ -66,8 +66,9 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
     if settings.adapter_slots and not settings.one_at_a_time:  # requests then carry their adapter
         words += ["--enable-lora", "--max-loras", str(settings.most_adapters)]
     words.append("--disable-uvicorn-access-log")
-    if not found.gpu:  # torch.compile gains little beside the time of the experts, and takes a minute of the start
-        words += ["--enforce-eager", "--worker-cls", "ktft.serve.vllm.cpu_worker.KtftCpuWorker", *norms.ARGUMENT]
+    if not found.gpu:
+        words += ["--worker-cls", "ktft.serve.vllm.cpu_worker.KtftCpuWorker", *norms.ARGUMENT]
+        words.append("--enforce-eager")  # torch.compile gains little beside the experts, and takes a minute to start
     return [*words, *options.extra]
 
 
