@@ -1,10 +1,10 @@
 """Tensor parallel attention over two GPUs beside one GPU: `python tests/scripts/cuda_tp.py`.
 
-A random model of Qwen3-MoE's shape in bf16, which the script makes, trains 20 steps of the same batches in one process
+A random model of Qwen3-MoE's shape in bf16, which the script makes, trains 50 steps of the same batches in one process
 on one GPU, and in two that torchrun starts, with tp_size=2 and half of the experts each. It prints PASS or FAIL for
-each of: losses within 0.5% of one process; the attention's memory on each GPU at most 0.6 of one GPU's; copies of LoRA
+each of: losses within 0.2% of one process; the attention's memory on each GPU at most 0.6 of one GPU's; copies of LoRA
 that both ranks hold have equal bits after training; the adapter that two wrote loads in one process, with the same
-loss. Needs two CUDA GPUs and the newest stack of the docs' page on versions; takes about a minute. Exits 1 on a FAIL.
+loss. Needs two CUDA GPUs and the newest stack of the docs' page on versions; takes about three minutes. Exits 1 on a FAIL.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-STEPS, BATCH, LENGTH, RATE = 20, 4, 128, 1e-3
+STEPS, BATCH, LENGTH, RATE = 50, 4, 128, 2e-4
 PLACEMENTS = "cpu", "stream"
-MOST_LOSS, MOST_MEMORY, MOST_RELOADED = 0.005, 0.6, 0.005
+MOST_LOSS, MOST_MEMORY, MOST_RELOADED = 0.002, 0.6, 0.005
 
 
 def make_model(path: Path) -> None:
