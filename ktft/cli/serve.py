@@ -82,6 +82,9 @@ def serve(
     routing_profile: Annotated[
         Path | None, typer.Option(help="Counts that choose those experts. [expert_routing.json of adapter or MODEL]")
     ] = None,
+    speculative_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens that the model's own prediction layer drafts a step, on a CPU.")
+    ] = 0,
     deferral: Annotated[
         int,
         typer.Option(min=0, help="Experts of a token that decode on a GPU may add one layer late; changes results."),
@@ -115,6 +118,7 @@ def serve(
         numa_nodes=numa_nodes,
         gpu_expert_memory=gpu_expert_memory,
         routing=str(routing) if routing else None,
+        speculative_tokens=speculative_tokens,
         deferral=deferral,
         activation_bits=activation_bits,
         max_lora_rank=max_lora_rank,

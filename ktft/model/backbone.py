@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -117,8 +117,12 @@ class Backbone:
         """Whether transformers makes this weight of tensors that are no weights of the model."""
         return any(target in (name, self._prefix + name) for each in self._regrouped for target in each.targets)
 
-    def read(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def read(
+        self, dtype: torch.dtype, chosen: Callable[[str], bool] = lambda name: True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight under its name in a plain checkpoint; quantized weights are dequantized to `dtype`.
+
+        Only those are read whose tensors have names that are `chosen`.
 
         Raises:
             ValueError: a weight holds NaN or Inf; the message names file and tensor.
@@ -126,6 +130,8 @@ class Backbone:
         with self.checkpoint:
             for scheme, parts in self._sources.values():
                 codes = parts["codes"]
+                if not chosen(codes.name):
+                    continue
                 tensors = {role: self.checkpoint.read(entry.name) for role, entry in parts.items()}
                 if scheme is PLAIN_SCHEME:
                     refuse_not_finite(tensors["codes"], codes)
@@ -133,7 +139,7 @@ class Backbone:
                     continue
                 with naming(codes):
                     yield f"{scheme.stem_of(codes.name)}.weight", scheme.decode(tensors).dequantize().to(dtype)
-            for entry in (entry for each in self._regrouped for entry in each.sources):
+            for entry in (entry for each in self._regrouped for entry in each.sources if chosen(entry.name)):
                 tensor = self.checkpoint.read(entry.name)
                 refuse_not_finite(tensor, entry)
                 yield entry.name, tensor

@@ -31,6 +31,7 @@ from ktft.model.experts import KtftExperts, expert_modules, find_experts
 from ktft.model.generic import family_of
 from ktft.model.meta import meta_model
 from ktft.model.norms import fuse_norms
+from ktft.model.prediction import COUNT, patterns, prediction_layers
 from ktft.model.rotary import fuse_rotary
 from ktft.model.shared import shared_ahead
 from ktft.model.shortage import PACKED, WEIGHTS, require_memory
@@ -78,7 +79,14 @@ def dense_bytes_of(model: nn.Module, plan: LoadPlan) -> int:
 
 
 class LoadPlan:
-    """The destination of each tensor of the checkpoint, determined from headers alone before any weight is read."""
+    """The destination of each tensor of the checkpoint, determined from headers alone before any weight is read.
+
+    Attributes:
+        layers: layer number -> its experts.
+        experts: where they come from.
+        prediction: where those of prediction layers come from, of `ktft.model.prediction`: the model's own checkpoint,
+            in which a conversion leaves them as they were.
+    """
 
     def __init__(
         self,
@@ -99,8 +107,10 @@ class LoadPlan:
             settings = replace(settings, expert_format=settings.expert_format or gguf.expert_format)
         experts = swap_experts(model, self.family, settings, part)
         self.layers = {number: module.layer for number, module in experts.items()}
+        further = prediction_layers(model.config)
+        own = {number: layer for number, layer in self.layers.items() if number not in further}
         if packed is not None:
-            packed.check_model(self.model_type, self.layers)
+            packed.check_model(self.model_type, own)
             packed.check_source(checkpoint.files)
         ignored = [*(model._keys_to_ignore_on_load_unexpected or []), *_prediction_layers(model.config)]
         ignored += _zero_experts(self.layers)
@@ -112,13 +122,17 @@ class LoadPlan:
         if packed is not None:
             self.experts, doing = packed, "Loading packed"
         elif gguf is not None:
-            num_layers = model.config.get_text_config().num_hidden_layers
-            self.experts, doing = gguf_plan(gguf, self.family, self.layers, num_layers), "Packing GGUF"
+            num_layers = model.config.get_text_config().num_hidden_layers - len(further)
+            self.experts, doing = gguf_plan(gguf, self.family, own, num_layers), "Packing GGUF"
         else:
             source = checkpoint
             if settings.expert_checkpoint is not None:
                 source = CheckpointReader.from_directory(settings.expert_checkpoint)
-            self.experts, doing = ExpertPlan(source, self.family, self.layers, ignored), "Packing"
+            self.experts, doing = ExpertPlan(source, self.family, own, [*ignored, *patterns(further)]), "Packing"
+        self.prediction: ExpertPlan | None = None
+        if further:
+            others = {number: self.layers[number] for number in further}
+            self.prediction = ExpertPlan(checkpoint, self.family, others, [*ignored, *patterns(range(further[0]))])
         self.expert_format = settings.expert_format or DEFAULT_EXPERT_FORMAT
         self.title = f"{doing} experts ({self.expert_format})"
         # Set on the instance, since the class is shared with stock models. transformers sees the experts' fused names.
@@ -222,8 +236,12 @@ def has_gpu() -> bool:
     return accelerator() is not None or emulate_gpu()
 
 
-def outline(directory: str | os.PathLike[str], settings: Settings) -> LoadPlan:
+def outline(
+    directory: str | os.PathLike[str], settings: Settings, config: PreTrainedConfig | None = None
+) -> LoadPlan:
     """Compare a checkpoint with its config as a load does, reading only headers. The returned plan's layers are empty.
+
+    `config` takes the place of the checkpoint's own.
 
     Raises:
         FileNotFoundError: a shard is missing.
@@ -231,7 +249,7 @@ def outline(directory: str | os.PathLike[str], settings: Settings) -> LoadPlan:
             shape or dtype.
     """
     files = CheckpointReader.from_directory(directory).files
-    model = meta_model(AutoConfig.from_pretrained(directory))
+    model = meta_model(config or AutoConfig.from_pretrained(directory))
     return LoadPlan(model, [str(file) for file in files], settings)
 
 
@@ -246,4 +264,4 @@ def _prediction_layers(config: PreTrainedConfig) -> list[str]:
     """Patterns of the names of the layers for multi-token prediction, after the last; transformers leaves them out."""
     text = config.get_text_config()
     first = text.num_hidden_layers
-    return [rf"\.layers\.{n}\." for n in range(first, first + (getattr(text, "num_nextn_predict_layers", 0) or 0))]
+    return patterns(range(first, first + (getattr(text, COUNT, 0) or 0)))

@@ -9,6 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from ktft.model.prediction import add_prediction
+
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """transformers' class for the whole model: of text alone, or of images too."""
@@ -23,4 +25,5 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     with no_init_weights(), torch.device("meta"):
         model: PreTrainedModel = auto_class(config).from_config(plain)
     model.tie_weights()  # which initializing would do
+    add_prediction(model)
     return model

@@ -77,6 +77,7 @@ class Engine:
         module: what `python -m` runs as the server.
         packages: "gpu" and "cpu" -> the package that computes there, a row of `ktft.versions.TESTED_SERVERS`.
         families: values of `model_type` whose log-probabilities were measured to be training's.
+        drafts: those of them whose prediction layer was measured to draft tokens as it should, on a CPU.
         install: "gpu" or "cpu" -> the command that installs the engine for it.
         check_extra: raises ValueError for an argument of the user's that ktft sets itself or does not work with. The
             message names the argument.
@@ -94,6 +95,7 @@ class Engine:
     module: str
     packages: Mapping[str, str]
     families: tuple[str, ...]
+    drafts: tuple[str, ...]
     install: Callable[[str], str]
     check_extra: Callable[[Iterable[str]], None]
     allowed_origins: Callable[[Sequence[str]], tuple[str, ...]]

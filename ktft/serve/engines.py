@@ -11,6 +11,7 @@ VLLM = Engine(
     module="ktft.serve.vllm",
     packages=command.PACKAGES,
     families=families.SERVED,
+    drafts=families.DRAFTS,
     install=command.install,
     check_extra=extra_arguments.check_extra,
     allowed_origins=extra_arguments.allowed_origins,

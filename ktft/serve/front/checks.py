@@ -11,7 +11,7 @@ from pathlib import Path
 from ktft import config, versions
 from ktft.serve.engine import Engine, Findings, Options
 from ktft.serve.front.door import is_loopback
-from ktft.serve.front.headers import check_adapter, check_family, check_routing, read_model
+from ktft.serve.front.headers import check_adapter, check_drafts, check_family, check_routing, read_model
 from ktft.serve.front.kv_cache import size_up
 from ktft.serve.runtime.settings import ServeSettings
 
@@ -36,12 +36,18 @@ def check(engine: Engine, settings: ServeSettings, options: Options) -> Findings
                 f"--dense-format {settings.dense_format} is for CPUs; beside a GPU the weights around the experts are "
                 "served in bf16: leave it out"
             )
+        if settings.speculative_tokens:
+            raise ValueError(
+                f"--speculative-tokens {settings.speculative_tokens} is for CPUs; ktft was not tested with drafts on a "
+                "GPU: leave it out"
+            )
     elif settings.gpu_expert_memory or settings.deferral:
         raise ValueError(
             f"--gpu-expert-memory and --deferral need a GPU, and {engine.name} for CPUs is installed; leave them out"
         )
     model = read_model(settings)
     check_family(engine, settings, model)
+    check_drafts(engine, settings, model)
     check_routing(settings, model)
     for _, path in settings.adapters:
         check_adapter(settings, model, path)

@@ -13,11 +13,15 @@ from ktft.serve.runtime.settings import ServeSettings
 
 @dataclass(frozen=True)
 class Model:
-    """What a model's headers tell: its config, its sizes, and the format in which its experts will be held."""
+    """What a model's headers tell: its config, its sizes, and the format in which its experts will be held.
+
+    `computed` are config and sizes with the prediction layers that the server computes too.
+    """
 
     config: Any
     shape: Any
     expert_format: str
+    computed: tuple[Any, Any]
 
 
 def read_model(settings: ServeSettings) -> Model:
@@ -32,6 +36,7 @@ def read_model(settings: ServeSettings) -> Model:
     from transformers.utils import logging
 
     from ktft.model.load_plan import outline
+    from ktft.model.prediction import prediction_layers, with_prediction
     from ktft.model.shape import shape_of
 
     logging.set_verbosity_error()
@@ -41,8 +46,28 @@ def read_model(settings: ServeSettings) -> Model:
         where = Path(settings.checkpoint) / "config.json"
         raise ValueError(f"{where} is no config that transformers can read: {str(error).splitlines()[0]}") from None
     shape, _ = shape_of(model_config)
-    plan = outline(settings.checkpoint, settings.experts)
-    return Model(model_config, shape, plan.expert_format)
+    computed = model_config, shape
+    if settings.speculative_tokens:
+        config = with_prediction(model_config)
+        _require_prediction(settings, prediction_layers(config))
+        computed = config, shape_of(config)[0]
+    plan = outline(settings.checkpoint, settings.experts, computed[0])
+    return Model(model_config, shape, plan.expert_format, computed)
+
+
+def _require_prediction(settings: ServeSettings, numbers: range) -> None:
+    """Raise ValueError if the checkpoint has no tensors of the layers that predict further tokens."""
+    from ktft.checkpoint.load import any_match
+    from ktft.checkpoint.reader import CheckpointReader
+    from ktft.model.prediction import patterns
+
+    stored = CheckpointReader.from_directory(settings.checkpoint).tensors
+    if not any(any_match(patterns(numbers), name) for name in stored):
+        raise ValueError(
+            f"{settings.checkpoint} has no tensors of layer {numbers[0]}, which predicts further tokens; transformers "
+            "leaves it out when it writes a model. Serve the released checkpoint, merged or converted, or leave out "
+            "--speculative-tokens"
+        )
 
 
 def check_family(engine: Engine, settings: ServeSettings, model: Model) -> None:
@@ -51,6 +76,15 @@ def check_family(engine: Engine, settings: ServeSettings, model: Model) -> None:
         raise ValueError(
             f"{settings.checkpoint} is of model_type {model_type!r}, which {engine.name} was not shown to compute as "
             f"in training. It serves {', '.join(engine.families)}"
+        )
+
+
+def check_drafts(engine: Engine, settings: ServeSettings, model: Model) -> None:
+    """Raise ValueError if it was not measured that the engine drafts tokens by the prediction layer of the family."""
+    if settings.speculative_tokens and (model_type := model.config.model_type) not in engine.drafts:
+        raise ValueError(
+            f"--speculative-tokens is {settings.speculative_tokens}; {engine.name} was shown to draft tokens for "
+            f"{', '.join(engine.drafts)}, and {settings.checkpoint} is of model_type {model_type!r}: leave it out"
         )
 
 

@@ -51,7 +51,7 @@ def size_up(
         return options.max_model_len, options.kv_cache, []
     from ktft.model.shortage import shortage
 
-    block, per_token = engine.kv_block, kv_token_bytes(model.config, latent=engine.latent_on_cpu)
+    block, per_token = engine.kv_block, kv_token_bytes(model.computed[0], latent=engine.latent_on_cpu)
 
     def cache_of(tokens: int) -> int:
         """Bytes of KV cache, which comes in whole blocks."""
@@ -98,7 +98,7 @@ def _left(engine: Engine, settings: ServeSettings, model: Model, *, gpu: bool) -
     from ktft.model.shortage import by_cause, require_memory
 
     nodes, dense = settings.numa_nodes or 1, served_dense(settings.dense_format)
-    need = footprint(model.shape, None, model.expert_format, threads=1, nodes=nodes, gpu=gpu, dense=dense)
+    need = footprint(model.computed[1], None, model.expert_format, threads=1, nodes=nodes, gpu=gpu, dense=dense)
     loaded = need.ram_bytes + engine.server_memory + _adapter_bytes(settings)
     what = f"serving {settings.checkpoint} with experts in {model.expert_format}"
     causes = by_cause(need.ram)

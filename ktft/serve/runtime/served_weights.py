@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
+from ktft.checkpoint.load import any_match
 from ktft.checkpoint.reader import CheckpointReader
 from ktft.model.dense_memory import PLAIN_ON_GPU, dense_memory, served_dense
 from ktft.model.load_plan import LoadPlan, check_memory
 from ktft.model.meta import meta_model
+from ktft.model.prediction import patterns, prediction_layers, with_prediction
 from ktft.model.shape import shape_of
 from ktft.model.workload import BF16
 from ktft.native import ExpertLayer
@@ -26,6 +29,7 @@ class ServedWeights:
 
     Attributes:
         layers: layer number -> its experts, without weights until `load_experts`.
+        prediction: the numbers of the layers that draft tokens, if the settings ask for drafts.
         runtime: computes them.
 
     Raises:
@@ -36,7 +40,11 @@ class ServedWeights:
 
     def __init__(self, settings: ServeSettings) -> None:
         directory = Path(settings.checkpoint)
-        model = meta_model(AutoConfig.from_pretrained(directory))
+        config = AutoConfig.from_pretrained(directory)
+        if settings.speculative_tokens:
+            config = with_prediction(config)
+        self.prediction = prediction_layers(config)
+        model = meta_model(config)
         files = [str(path) for path in CheckpointReader.from_directory(directory).files]
         self._plan = LoadPlan(model, files, settings.experts)
         self._settings = settings
@@ -56,10 +64,16 @@ class ServedWeights:
     def dense(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The weights around the experts, by their names in a plain checkpoint. Quantized ones are decoded to `dtype`.
 
+        Those of prediction layers are left to `dense_of_prediction`.
+
         Raises:
             ValueError: a weight holds NaN or Inf; the message names file and tensor.
         """
-        return self._plan.backbone.read(dtype)
+        return self._plan.backbone.read(dtype, lambda name: not any_match(patterns(self.prediction), name))
+
+    def dense_of_prediction(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """The weights around the experts of prediction layers, otherwise as `dense`."""
+        return self._plan.backbone.read(dtype, lambda name: any_match(patterns(self.prediction), name))
 
     def load_experts(self, report: Callable[[Progress], None]) -> ServedModel:
         """Read the experts, and pack them unless the checkpoint holds them packed. `report` gets how far this is.
@@ -67,11 +81,15 @@ class ServedWeights:
         Raises:
             ValueError: a tensor is damaged; the message names file and tensor.
         """
-        title, done, total = self._plan.title, 0, self._plan.experts.nbytes()
-        report(Progress(title, done, total))
-        for nbytes in self._plan.experts.load(self.layers):
+        plan, done = self._plan, 0
+        own = {number: layer for number, layer in self.layers.items() if number not in self.prediction}
+        further = {number: self.layers[number] for number in self.prediction}
+        parts = [(plan.experts, own)] + ([(plan.prediction, further)] if plan.prediction is not None else [])
+        total = sum(part.nbytes() for part, _ in parts)
+        report(Progress(plan.title, done, total))
+        for nbytes in chain.from_iterable(part.load(layers) for part, layers in parts):
             done += nbytes
-            report(Progress(title, done, total))
+            report(Progress(plan.title, done, total))
         bits, dense = self._settings.activation_bits, self._settings.dense_format
         layers = {number: ServedExperts(layer, bits) for number, layer in self.layers.items()}
         return ServedModel(layers, self.runtime, dense)

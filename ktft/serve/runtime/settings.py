@@ -13,6 +13,8 @@ from ktft.lora import MAX_RANK
 
 ACTIVATION_BITS = (16, 8)
 SERVED_DENSE_FORMATS = ("int8", "k4")
+MOST_DRAFTS = 8
+"""A layer that was trained to draft one token is rarely right about more."""
 GRAPH_TOKENS = 32
 """Tokens of the largest call that a CUDA graph captures: decode's largest batch."""
 
@@ -36,6 +38,7 @@ class ServeSettings:
         activation_bits: 16; or 8, faster on AMX and less exact, see `ktft.native.ExpertLayer.forward`.
         routing: file with each expert's count of tokens, which chooses the experts that stay on a GPU from the start;
             None lets traffic choose them.
+        speculative_tokens: how many tokens the model's own prediction layer drafts a step, on a CPU; 0 for none.
         deferral: how many of a token's experts, those with the least weight, decode may add one layer late.
         status_path: file in which the server says how far loading is, see `ktft.serve.runtime.progress`; None writes
             none.
@@ -65,6 +68,7 @@ class ServeSettings:
     max_lora_rank: int = 64
     activation_bits: int = 16
     routing: str | None = None
+    speculative_tokens: int = 0
     deferral: int = 0
     status_path: str | None = None
     served_name: str | None = None
@@ -87,6 +91,11 @@ class ServeSettings:
             )
         if type(self.max_lora_rank) is not int or not 1 <= self.max_lora_rank <= MAX_RANK:
             raise ValueError(f"max_lora_rank is {self.max_lora_rank!r}; give a whole number from 1 to {MAX_RANK}")
+        drafts = self.speculative_tokens
+        if type(drafts) is not int or not 0 <= drafts <= MOST_DRAFTS:
+            raise ValueError(
+                f"speculative_tokens is {drafts!r}; give a whole number from 0, for none, to {MOST_DRAFTS}"
+            )
         if type(self.deferral) is not int or self.deferral < 0:
             raise ValueError(f"deferral is {self.deferral!r}; give a whole number of experts, 0 for none")
         if not 0 < self.swap_timeout < float("inf"):

@@ -56,6 +56,7 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
         "--kv-cache-memory-bytes": found.kv_cache,
         "--allowed-origins": "[]",  # vLLM 0.24 allows all by default
         "--shutdown-timeout": DRAIN,
+        "--speculative-config": _json(_drafts(settings.speculative_tokens)),
         "--tool-call-parser": _tool_parser(Path(settings.checkpoint), found.model_type),
         "--hf-overrides": _json(families.of(found.model_type).overrides),
         "--compilation-config": _json(families.compilation_config(found.model_type, found.gpu, options.max_num_seqs)),
@@ -70,6 +71,11 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
         words += ["--worker-cls", "ktft.serve.vllm.cpu_worker.KtftCpuWorker", *norms.ARGUMENT]
         words.append("--enforce-eager")  # torch.compile gains little beside the experts, and takes a minute to start
     return [*words, *options.extra]
+
+
+def _drafts(tokens: int) -> dict[str, Any] | None:
+    """The model's own prediction layer drafts so many tokens a step."""
+    return {"method": "mtp", "num_speculative_tokens": tokens} if tokens else None
 
 
 def _tool_parser(checkpoint: Path, model_type: str) -> str | None:

@@ -96,12 +96,16 @@ class KtftDenseMethod(UnquantizedLinearMethod):
         return nn.functional.embedding(input_, layer.weight)
 
 
+def forget() -> None:
+    """Drop the packed weights of a model that this process served before."""
+    _weights.clear()
+
+
 def pack_linears(model: nn.Module, runtime: Runtime, format: str) -> None:
     """Pack the weights of a loaded model's linear layers and of its output layer, in place.
 
     Routers keep their values. Layers whose weights something else than their method reads stay as they are.
     """
-    _weights.clear()  # of a model that this process served before
     tables = [each.weight for each in model.modules() if type(each) is VocabParallelEmbedding]
     for layer, own in _layers(model, format):
         shared = any(layer.weight is table for table in tables)

@@ -53,9 +53,10 @@ REFUSED = {
         "a KV cache outside vLLM's own would outlive a change of the adapter",
     ),
     **dict.fromkeys(
-        ("speculative-config", "spec-method", "spec-model", "spec-tokens", "enable-elastic-ep", "kv-transfer-config"),
-        "ktft was not tested with it",
+        ("speculative-config", "spec-method", "spec-model", "spec-tokens"),
+        "--speculative-tokens lets the model's own prediction layer draft tokens; ktft was not tested with other drafts",
     ),
+    **dict.fromkeys(("enable-elastic-ep", "kv-transfer-config"), "ktft was not tested with it"),
     "worker-cls": "ktft chooses the worker: without a GPU its own, else vLLM's",
     "cpu-offload-gb": "ktft keeps the experts in CPU memory itself",
     "enable-sleep-mode": "ktft cannot put its experts to sleep",

@@ -19,6 +19,7 @@ class VllmFamily:
         overrides: settings that replace those of its config, for `--hf-overrides`.
         interleaved_rope: whether its rotary embedding rotates pairs of neighbours. vLLM 0.32's operator for CPUs
             computes these wrongly.
+        drafts: whether its prediction layer was measured to draft the tokens that vLLM's own experts make it draft.
         tool_parser: vLLM's parser of the tool calls that released models write.
         tool_token: a token of those calls: if the tokenizer lacked it, the parser would refuse every chat.
     """
@@ -26,6 +27,7 @@ class VllmFamily:
     served: bool = False
     overrides: Mapping[str, Any] | None = None
     interleaved_rope: bool = False
+    drafts: bool = False
     tool_parser: str | None = None
     tool_token: str = ""
 
@@ -46,6 +48,7 @@ ROWS = {
         served=True,
         overrides=_SIGMOID_ROUTER,
         interleaved_rope=True,
+        drafts=True,
         tool_parser="deepseek_v3",
         tool_token="<｜tool▁calls▁begin｜>",  # noqa: RUF001
     ),
@@ -56,7 +59,7 @@ ROWS = {
         tool_parser="kimi_k2",
         tool_token="<|tool_calls_section_begin|>",
     ),
-    "glm4_moe": VllmFamily(served=True, tool_parser="glm45", tool_token="<tool_call>"),
+    "glm4_moe": VllmFamily(served=True, drafts=True, tool_parser="glm45", tool_token="<tool_call>"),
     "glm_moe_dsa": VllmFamily(
         overrides=_SIGMOID_ROUTER, interleaved_rope=True, tool_parser="glm47", tool_token="<tool_call>"
     ),
@@ -69,6 +72,7 @@ ROWS = {
 """By `model_type`; a family without a row is not served."""
 
 SERVED = tuple(sorted(model_type for model_type, row in ROWS.items() if row.served))
+DRAFTS = tuple(sorted(model_type for model_type, row in ROWS.items() if row.drafts))
 
 
 def of(model_type: str) -> VllmFamily:

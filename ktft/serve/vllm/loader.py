@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,20 @@ from ktft.serve.runtime.progress import READY, Progress, StatusFile
 from ktft.serve.runtime.served_model import serve
 from ktft.serve.runtime.served_weights import ServedWeights
 from ktft.serve.runtime.settings import ServeSettings
-from ktft.serve.vllm.dense_linear import pack_linears
+from ktft.serve.vllm.dense_linear import forget, pack_linears
 from ktft.serve.vllm.lora_linear import add_slots
 from ktft.serve.vllm.moe import ACTIVATIONS, KtftMoEMethod
 from ktft.serve.vllm.worker import add, set_adapter
 
 
 class KtftModelLoader(BaseModelLoader):
-    """It reads each weight once. Routed experts never become torch parameters."""
+    """It reads each weight once. Routed experts never become torch parameters.
+
+    vLLM loads the model, then, if tokens are drafted, a second one of the prediction layers, by a loader of its own.
+    """
+
+    _drafts: ClassVar[ServedWeights | None] = None
+    """What of a model is left to load for its prediction layers."""
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Downloads nothing: a checkpoint is a directory here."""
@@ -45,7 +51,10 @@ class KtftModelLoader(BaseModelLoader):
         settings = ServeSettings.from_env()
         status = StatusFile(settings.status_path)
         try:
-            self._load(model, model_config, settings, status)
+            if model_config.runner_type == "draft":
+                self._load_prediction(model, model_config, settings, status)
+            else:
+                self._load(model, model_config, settings, status)
         except Exception as error:
             status.write(Progress("failed", error=str(error)))
             raise
@@ -55,21 +64,14 @@ class KtftModelLoader(BaseModelLoader):
         status.write(Progress("Reading the checkpoint's headers"))
         with _torch_defaults():
             weights = ServedWeights(settings)
-        _check_experts(model, weights)
+        _check_experts(model, {n: each for n, each in weights.layers.items() if n not in weights.prediction})
         status.write(Progress("Loading the weights around the experts"))
-        try:
-            loaded = model.load_weights(_with_torch_defaults(weights.dense(model_config.dtype)))  # type: ignore[operator]
-        except KeyError as error:
-            raise ValueError(
-                f"vLLM's {type(model).__name__} has no place for the weight {error} of transformers' model: the two "
-                "read config.json differently"
-            ) from error
-        lacking = dict(model.named_parameters()).keys() - (loaded or set())
-        refuse(f"vLLM's {type(model).__name__} got no weights for", lacking)
+        _load_dense(model, weights.dense(model_config.dtype))
         device = next(model.parameters()).device
         with _torch_defaults():
             if settings.dense_format is not None and device.type == "cpu":
                 status.write(Progress(f"Packing the weights around the experts in {settings.dense_format}"))
+                forget()
                 pack_linears(model, weights.runtime, settings.dense_format)
             served = weights.load_experts(status.advance)
             if device.type in ACCELERATORS:
@@ -80,11 +82,43 @@ class KtftModelLoader(BaseModelLoader):
                 served.warm_up()
                 _check_each_step(model, served)
             serve(served)
+            if weights.prediction:
+                KtftModelLoader._drafts = weights
             if settings.adapter_slots:
                 add_slots(model, get_current_vllm_config(), settings.max_lora_rank, served.step)
             for number, (name, path) in enumerate(settings.adapters, start=1):
                 status.write(Progress(f"Loading the adapter {name}"))
                 set_adapter(model, path) if settings.one_at_a_time else add(model, number, path)
+
+
+    def _load_prediction(
+        self, model: nn.Module, model_config: ModelConfig, settings: ServeSettings, status: StatusFile
+    ) -> None:
+        """Load what lies around the experts of prediction layers. These were loaded with all others."""
+        weights, KtftModelLoader._drafts = self._drafts, None
+        if weights is None:
+            raise ValueError(
+                "vLLM loads a model that drafts tokens, and ktft none of its experts; give --speculative-tokens"
+            )
+        _check_experts(model, {number: weights.layers[number] for number in weights.prediction})
+        status.write(Progress("Loading the layer that drafts tokens"))
+        _load_dense(model, weights.dense_of_prediction(model_config.dtype))
+        if settings.dense_format is not None:
+            with _torch_defaults():
+                pack_linears(model, weights.runtime, settings.dense_format)
+
+
+def _load_dense(model: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Give a model of vLLM its weights around the experts. Raises ValueError if it has other ones."""
+    try:
+        loaded = model.load_weights(_with_torch_defaults(weights))  # type: ignore[operator]
+    except KeyError as error:
+        raise ValueError(
+            f"vLLM's {type(model).__name__} has no place for the weight {error} of transformers' model: the two "
+            "read config.json differently"
+        ) from error
+    lacking = dict(model.named_parameters()).keys() - (loaded or set())
+    refuse(f"vLLM's {type(model).__name__} got no weights for", lacking)
 
 
 def _check_each_step(model: nn.Module, hybrid: HybridModel) -> None:
@@ -133,14 +167,14 @@ class _Experts:
         )
 
 
-def _check_experts(model: nn.Module, weights: ServedWeights) -> None:
+def _check_experts(model: nn.Module, layers: Mapping[int, ExpertLayer]) -> None:
     """Raise ValueError if vLLM's and transformers' models differ in layers, sizes or activation of routed experts."""
     found = {}
     for module in model.modules():
         if isinstance(module, RoutedExperts):
             assert isinstance(module.quant_method, KtftMoEMethod)
             found[module.quant_method.number] = _Experts.of_vllm(module)
-    expected = {number: _Experts.of_ktft(layer) for number, layer in weights.layers.items()}
+    expected = {number: _Experts.of_ktft(layer) for number, layer in layers.items()}
     for number in sorted(found.keys() | expected.keys()):
         if found.get(number) != expected.get(number):
             raise ValueError(

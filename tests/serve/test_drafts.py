@@ -1,0 +1,128 @@
+"""Tokens that a model's own prediction layer drafts, `--speculative-tokens`: answers stay what they are without drafts,
+and drafts are those that vLLM's own experts make.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import httpx
+import pytest
+import torch
+from adapters import random_adapter
+from commands import invoke, run
+from conftest import Server
+from in_process import ENVIRONMENT, served
+from prediction import NUMBER, add_prediction_layer
+from safetensors.torch import load_file, save_file
+from tiny import write_checkpoint
+
+from ktft.serve.runtime.served_model import current
+
+SIZES: dict[str, dict[str, Any]] = {"glm4": {"head_dim": 32}, "dsv3": {"qk_nope_head_dim": 24, "v_head_dim": 32}}
+OPTIONS: dict[str, dict[str, Any]] = {"glm4": {}, "dsv3": {"compilation_config": {"custom_ops": ["none"]}}}
+DRAFTED = 2
+SPECULATIVE = {"speculative_config": {"method": "mtp", "num_speculative_tokens": DRAFTED}}
+PROMPTS = [[3, 4, 5, 6, 7, 8] * 4, list(range(3, 35)), list(range(100, 130))]
+
+
+@pytest.fixture(scope="module", params=sorted(SIZES))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp(family) / "model"
+    return add_prediction_layer(write_checkpoint(family, place, **SIZES[family]), weight=1.0)
+
+
+@contextmanager
+def drafts_of(llm: Any) -> Iterator[list[list[int]]]:
+    """The tokens that are drafted in the block, step by step."""
+    drafter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.model_runner.drafter
+    propose, found = drafter.propose, []
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        drafts = propose(*args, **kwargs)
+        found.append(torch.as_tensor(drafts).tolist())
+        return drafts
+
+    with patch.object(drafter, "propose", noting):
+        yield found
+
+
+def continued(llm: Any) -> tuple[list[list[int]], list[Any]]:
+    """The greedy continuation of each prompt, one prompt after the other, and the drafts of all steps."""
+    from vllm import SamplingParams
+
+    parameters, said = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), []
+    with drafts_of(llm) as drafts:
+        for ids in PROMPTS:
+            (out,) = llm.generate([{"prompt_token_ids": ids}], parameters, use_tqdm=False)
+            said.append(list(out.outputs[0].token_ids))
+    return said, drafts
+
+
+def by_vllm_alone(model: Path, family: str) -> tuple[list[list[int]], list[Any]]:
+    """The same by vLLM's own experts in bf16."""
+    with patch.dict(os.environ, ENVIRONMENT | {"VLLM_MLA_DISABLE": "1"}):
+        from vllm import LLM
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        llm = LLM(
+            str(model), enforce_eager=True, dtype="bfloat16", max_model_len=128, **OPTIONS[family], **SPECULATIVE
+        )
+        try:
+            return continued(llm)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            cleanup_dist_env_and_memory()
+
+
+def same(one: tuple[list[list[int]], list[Any]], other: tuple[list[list[int]], list[Any]]) -> float:
+    """The part of drafts that are the same, of as many steps as both have."""
+    pairs = list(zip(one[1], other[1], strict=False))
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def test_drafts_are_those_of_vllms_own_experts_and_answers_those_without_drafts(
+    model: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    options = OPTIONS[family]
+    with served(model, options=options | SPECULATIVE, expert_format="bf16", speculative_tokens=DRAFTED) as drafting:
+        found = continued(drafting.llm)
+        experts = current().layers[NUMBER]
+        assert sum(experts.heat.tolist()) > 0
+        experts.__class__, whole = _Nothing, experts.__class__
+        without = continued(drafting.llm)
+        experts.__class__ = whole
+        with_drafts = [drafting.greedy(ids, 16)[0] for ids in PROMPTS]
+    with served(model, options=options, expert_format="bf16") as plain:
+        assert [plain.greedy(ids, 16)[0] for ids in PROMPTS] == with_drafts == found[0] == without[0]
+    alone = by_vllm_alone(model, family)
+    # Single tokens of random weights may tip where sums are in another order; the drafts of all later steps follow
+    first = slice(0, 8)
+    assert same((found[0], found[1][first]), (alone[0], alone[1][first])) >= 0.75
+    assert same(found, without) < 0.5, "the experts of the prediction layer make no difference"
+
+
+class _Nothing:
+    """In place of experts: they add nothing."""
+
+    def __call__(self, hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
+        return torch.zeros_like(hidden_states)
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("served") / "model"
+    return add_prediction_layer(write_checkpoint("glm4", place, **SIZES["glm4"]))
