@@ -14,7 +14,7 @@ class AdapterNames:
     A request keeps the number of the adapter with which it began, whatever its name stands for later.
     """
 
-    def __init__(self, lora_paths: Iterable[LoRARef] | None = None) -> None:
+    def __init__(self) -> None:
         self._refs: dict[str, LoRARef] = {}
 
     def announce(self, adapters: Mapping[str, tuple[int, str]]) -> None:

@@ -1,7 +1,6 @@
-"""What ktft stands in for in SGLang, through SGLang's own registry of hooks.
+"""The functions that SGLang calls in place of its own, by its registry of hooks: those of `ktft.hosts.sglang.HOOKED`.
 
-SGLang applies the hooks after it has loaded all plugins, and logs each. A hook whose target is missing would only be
-logged too, so `require_applied` raises where a process relies on them.
+SGLang applies hooks after it has loaded all plugins, and only logs those that it cannot apply.
 """
 
 from __future__ import annotations
@@ -12,60 +11,61 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from ktft.hosts.sglang import HOOKED
 from ktft.serve.runtime.served_model import current
 from ktft.serve.sglang.adapter_names import AdapterNames
 from ktft.serve.sglang.loader import KtftModelLoader
 from ktft.serve.sglang.lora_manager import StepLoraManager
-from ktft.versions import TESTED_SERVERS
 
-GET_MODEL_LOADER = "sglang.srt.model_loader.loader.get_model_loader"
-LORA_MANAGER = "sglang.srt.lora.lora_manager.LoRAManager"
-LORA_REGISTRY = "sglang.srt.lora.lora_registry.LoRARegistry"
-RESOLVE_LORA_PATH = "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase._resolve_lora_path"
-INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 STATUS = "ktft"
 """The key of `ktft.serve.runtime.served_model.ServedModel.status` in SGLang's internal state."""
 
 
-def _loader(original: Callable[..., Any], load_config: Any, model_config: Any = None) -> Any:
-    """SGLang has a fixed list of loaders; a model of the method `ktft` gets ktft's."""
+def register() -> None:
+    """Give SGLang all hooks."""
+    for row in HOOKED:
+        HookRegistry.register(f"{row.owner}.{row.name}", row.find_wrapper(), HookType.AROUND)
+
+
+def require_applied() -> None:
+    """Check that SGLang has applied all hooks: a process without one would compute something else.
+
+    Raises:
+        ValueError: this SGLang lacks what a hook is for; the message has the cure.
+        RuntimeError: it has not applied one.
+    """
+    for row in HOOKED:
+        row.find_owner()
+        target = f"{row.owner}.{row.name}"
+        if not hasattr(pkgutil.resolve_name(target), "__wrapped__"):
+            raise RuntimeError(f"SGLang has not applied ktft's hook on {target}; its log above has the reason")
+
+
+def get_model_loader(original: Callable[..., Any], load_config: Any, model_config: Any = None) -> Any:
+    """ktft's loader for a model of the quantization method `ktft`."""
     if model_config is not None and model_config.quantization == "ktft":
         return KtftModelLoader(load_config)
     return original(load_config, model_config)
 
 
-def _adapter_of(serving: Any, model: str, explicit: Any) -> str | None:
-    """The name of a request's model alone says which adapter computes it; that name has passed ktft's gate."""
+def init_lora_manager(original: Callable[..., Any], runner: Any) -> None:
+    """Give the runner ktft's manager, and leave the model as it is."""
+    runner.lora_manager = StepLoraManager(runner.model)
+
+
+def init_lora(original: Callable[..., Any], manager: Any) -> None:
+    """Give the tokenizer's manager ktft's registry of adapters."""
+    original(manager)
+    manager.lora_registry = AdapterNames()
+
+
+def resolve_lora_path(original: Callable[..., Any], serving: Any, model: str, explicit: Any) -> str | None:
+    """The adapter of a request: the name of its model, unless that is the base. The gate has checked it."""
     return model if model in serving.tokenizer_manager.lora_registry.get_all_adapters() else None
 
 
-def _with_status(output: Any, *_: Any) -> Any:
+def get_internal_state(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """SGLang's own, and ktft's status."""
+    output = original(scheduler, request)
     output.internal_state[STATUS] = current().status()
     return output
-
-
-HOOKS: dict[str, tuple[Any, HookType]] = {
-    GET_MODEL_LOADER: (_loader, HookType.AROUND),
-    LORA_MANAGER: (StepLoraManager, HookType.REPLACE),
-    LORA_REGISTRY: (AdapterNames, HookType.REPLACE),
-    RESOLVE_LORA_PATH: (_adapter_of, HookType.REPLACE),
-    INTERNAL_STATE: (_with_status, HookType.AFTER),
-}
-"""What is hooked, by SGLang's name."""
-
-
-def register() -> None:
-    """Register all hooks with SGLang, which applies them."""
-    for target, (hook, kind) in HOOKS.items():
-        HookRegistry.register(target, hook, kind)
-
-
-def require_applied() -> None:
-    """Raise RuntimeError if SGLang has not applied one of the hooks. A server without it would compute other things."""
-    for target, (hook, _) in HOOKS.items():
-        found = pkgutil.resolve_name(target)
-        if found is not hook and not hasattr(found, "__wrapped__"):
-            raise RuntimeError(
-                f"SGLang did not apply ktft's hook on {target}; its log has the reason. ktft was tested with SGLang "
-                f"{' to below '.join(TESTED_SERVERS['sglang'])}"
-            )

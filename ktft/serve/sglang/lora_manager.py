@@ -30,17 +30,16 @@ class StepLoraManager:
     """A LoRA manager whose adapters are those of the process's `ServedModel`.
 
     Args:
-        base_model: SGLang's model, loaded.
-        settings: the rest of what SGLang gives its own manager; nothing of it is needed.
+        model: SGLang's model, loaded.
 
     Attributes:
-        memory_pool: None: adapters have no slots of a GPU's memory.
+        memory_pool: None, for SGLang's metrics: adapters have no slots of a GPU's memory.
     """
 
     memory_pool = None
 
-    def __init__(self, base_model: nn.Module, **settings: Any) -> None:
-        self.model = base_model
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
 
     # --- steps --------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from absent import absent
 
 __getattr__ = absent(__name__)
 
+
 class InterpolationMode(enum.Enum):
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"
