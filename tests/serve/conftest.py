@@ -18,8 +18,13 @@ import httpx
 import pytest
 from tiny import write_checkpoint
 
-# LLaMA-Factory's environment has no vLLM: `make test` runs these tests in one that has, by the name of this folder.
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*"]
+# LLaMA-Factory's environment has no vLLM: `make test` runs these tests in one that has, by the name of this folder. One
+# that has SGLang instead runs SGLang's.
+HERE = Path(__file__).parent
+_OF_SGLANG = {file.name for file in HERE.glob("test_sglang*.py")} if importlib.util.find_spec("sglang") else set()
+collect_ignore_glob = (
+    [] if importlib.util.find_spec("vllm") else [file.name for file in HERE.iterdir() if file.name not in _OF_SGLANG]
+)
 
 
 @pytest.hookimpl(optionalhook=True)

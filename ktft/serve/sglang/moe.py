@@ -32,7 +32,7 @@ class KtftMoEMethod(FusedMoEMethodBase):
             ("routing weights on the experts' input", config.apply_router_weight_on_input),
             ("tensor parallelism", layer.moe_tp_size > 1),
             ("expert parallelism", layer.moe_ep_size > 1),
-            ("shared experts among the routed ones", config.num_fused_shared_experts > 0),
+            ("shared experts among the routed ones", (config.num_fused_shared_experts or 0) > 0),
             ("experts' outputs that are not summed", config.no_combine),
             ("experts without a gate", not config.is_gated),
             ("a factor on the routed experts' sum", (config.routed_scaling_factor or 1.0) != 1.0),

@@ -1,4 +1,4 @@
 from absent import absent
 
-__getattr__ = absent(__name__)
 __version__ = "0.28.0"
+__getattr__ = absent(__name__)

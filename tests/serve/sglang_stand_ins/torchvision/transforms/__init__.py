@@ -6,6 +6,8 @@ __getattr__ = absent(__name__)
 
 
 class InterpolationMode(enum.Enum):
+    """transformers makes a table of these."""
+
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"
     BILINEAR = "bilinear"
