@@ -63,7 +63,7 @@ def test_ktft_computes_the_experts_and_sglang_holds_none(served: Runner, base: P
     ids=lambda each: "".join(each),
 )
 def test_every_kind_of_module_takes_effect(served: Runner, base: Path, tmp_path: Path, targets: Any) -> None:
-    adapter = random_adapter(base, tmp_path / "a", std=0.5, target_modules=targets)
+    adapter = random_adapter(base, tmp_path / "a", std=0.3, target_modules=targets)
     plain, wanted = served.logprobs(), expected(base, adapter) - expected(base)
     assert wanted.norm() > 0.3, "the adapter has to matter"
     served.load(1, adapter)
@@ -110,13 +110,10 @@ def test_one_adapter_in_place_of_the_base(served: Runner, base: Path, tmp_path: 
 
 def test_a_bad_adapter_changes_nothing(served: Runner, base: Path, tmp_path: Path) -> None:
     plain = served.logprobs()
-    high = random_adapter(base, tmp_path / "high", r=16)
-    with pytest.raises(ValueError, match="has rank 16, the server takes 64 at most|rank 16"):
-        served.load(1, random_adapter(base, tmp_path / "higher", r=128))
-    served.load(1, high)
-    served.unload(1)
+    with pytest.raises(ValueError, match="has rank 128, the server takes 64 at most; start it with"):
+        served.load(1, random_adapter(base, tmp_path / "high", r=128))
     other = write_checkpoint("qwen3moe", tmp_path / "other", head_dim=32, moe_intermediate_size=64)
-    with pytest.raises(ValueError, match="served"):
+    with pytest.raises(ValueError, match="layers.0.mlp.experts.0.down_proj.lora_A.weight has shape"):
         served.load(1, random_adapter(other, tmp_path / "of-other"))
     assert current().adapters == {} and torch.equal(served.logprobs(), plain)
 
@@ -182,18 +179,17 @@ def test_sglang_takes_the_arguments(served: Runner, base: Path) -> None:
 
 
 PLAIN = """
+import sys
 from sglang.srt.plugins import load_plugins
 load_plugins()
-import sys
-from sglang.srt.layers.quantization import QUANTIZATION_METHODS
-print("ktft" in QUANTIZATION_METHODS, any(name.startswith("ktft.serve.runtime") for name in sys.modules))
+print([f"ktft.serve.sglang.{name}" in sys.modules for name in ("plugin", "hooks", "moe")])
 """
 
 
 def test_sglang_without_ktft_serve_is_left_alone() -> None:
     own = {name: value for name, value in os.environ.items() if name != SERVE_ENV} | environment()
     done = subprocess.run([sys.executable, "-c", PLAIN], env=own, capture_output=True, text=True, timeout=300)
-    assert done.stdout.splitlines()[-1:] == ["False False"], done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1:] == ["[True, False, False]"], done.stdout + done.stderr
 
 
 def test_a_checkpoint_that_lacks_a_weight(base: Path, tmp_path: Path) -> None:
