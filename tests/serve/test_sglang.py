@@ -142,12 +142,12 @@ def test_a_weight_without_a_place_is_an_error(served: Runner) -> None:
 def test_experts_that_the_kernels_do_not_compute(served: Runner, layer: Any, config: Any, what: str) -> None:
     from sglang.srt.layers.moe import MoeRunnerConfig
 
-    from ktft.serve.sglang.moe import KtftMoEMethod
+    from ktft.serve.sglang.moe import SglangMoEMethod
 
     sizes = {"layer_id": 0, "layer_name": "layers.0.mlp.experts", "moe_tp_size": 1, "moe_ep_size": 1} | layer
-    KtftMoEMethod(SimpleNamespace(**sizes | {"moe_tp_size": 1, "moe_ep_size": 1}, moe_runner_config=MoeRunnerConfig()))
+    SglangMoEMethod(SimpleNamespace(**sizes | {"moe_tp_size": 1, "moe_ep_size": 1}, moe_runner_config=MoeRunnerConfig()))
     with pytest.raises(ValueError, match=f"layers.0.mlp.experts: SGLang asks for {what}, which"):
-        KtftMoEMethod(SimpleNamespace(**sizes, moe_runner_config=MoeRunnerConfig(**config)))
+        SglangMoEMethod(SimpleNamespace(**sizes, moe_runner_config=MoeRunnerConfig(**config)))
 
 
 # --- how it is put into SGLang ----------------------------------------------------------------------------------------

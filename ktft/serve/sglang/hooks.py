@@ -14,8 +14,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from ktft.hosts.sglang import HOOKED
 from ktft.serve.runtime.served_model import current
 from ktft.serve.sglang.adapter_names import AdapterNames
-from ktft.serve.sglang.loader import KtftModelLoader
-from ktft.serve.sglang.lora_manager import StepLoraManager
+from ktft.serve.sglang.loader import SglangModelLoader
+from ktft.serve.sglang.lora_manager import SglangLoraManager
 
 STATUS = "ktft"
 """The key of `ktft.serve.runtime.served_model.ServedModel.status` in SGLang's internal state."""
@@ -44,13 +44,13 @@ def require_applied() -> None:
 def get_model_loader(original: Callable[..., Any], load_config: Any, model_config: Any = None) -> Any:
     """ktft's loader for a model of the quantization method `ktft`."""
     if model_config is not None and model_config.quantization == "ktft":
-        return KtftModelLoader(load_config)
+        return SglangModelLoader(load_config)
     return original(load_config, model_config)
 
 
 def init_lora_manager(original: Callable[..., Any], runner: Any) -> None:
     """Give the runner ktft's manager, and leave the model as it is."""
-    runner.lora_manager = StepLoraManager(runner.model)
+    runner.lora_manager = SglangLoraManager(runner.model)
 
 
 def init_lora(original: Callable[..., Any], manager: Any) -> None:

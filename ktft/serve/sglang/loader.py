@@ -18,10 +18,10 @@ from ktft.serve.runtime.settings import ServeSettings
 from ktft.serve.runtime.torch_defaults import with_torch_defaults
 from ktft.serve.sglang.lora_linear import add_slots
 from ktft.serve.sglang.lora_manager import add, set_adapter
-from ktft.serve.sglang.moe import KtftMoEMethod
+from ktft.serve.sglang.moe import SglangMoEMethod
 
 
-class KtftModelLoader(DefaultModelLoader):
+class SglangModelLoader(DefaultModelLoader):
     """It reads each weight once. Routed experts never become torch parameters."""
 
     def download_model(self, model_config: Any) -> None:
@@ -84,7 +84,7 @@ def _check_experts(model: nn.Module, weights: ServedWeights) -> None:
     found = {}
     for module in model.modules():
         if isinstance(module, FusedMoE):
-            assert isinstance(module.quant_method, KtftMoEMethod)
+            assert isinstance(module.quant_method, SglangMoEMethod)
             found[module.quant_method.number] = RoutedSizes(
                 module.num_experts,
                 module.hidden_size,

@@ -1,6 +1,6 @@
 """LoRA on SGLang's linear layers, added to the product that SGLang computes.
 
-SGLang makes all its linear layers with `KtftLinearMethod`, which is SGLang's own until `add_slots` gives a loaded layer
+SGLang makes all its linear layers with `SglangLinearMethod`, which is SGLang's own until `add_slots` gives a loaded layer
 its slot.
 """
 
@@ -25,7 +25,7 @@ PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 NO_SLOTS = "the server was started without room for an adapter; start it with --adapter or --adapter-swap"
 
 
-class KtftLinearMethod(UnquantizedLinearMethod):
+class SglangLinearMethod(UnquantizedLinearMethod):
     """SGLang's own method, plus LoRA if the layer has a slot.
 
     Attributes:
@@ -62,7 +62,7 @@ def linear_layers(model: nn.Module) -> list[tuple[str, Any]]:
 def slots_of(model: nn.Module) -> dict[str, LoraLinear]:
     """The slots of a model, by the layer's name."""
     methods = {name: layer.quant_method for name, layer in linear_layers(model)}
-    return {name: each.lora for name, each in methods.items() if isinstance(each, KtftLinearMethod) and each.lora}
+    return {name: each.lora for name, each in methods.items() if isinstance(each, SglangLinearMethod) and each.lora}
 
 
 def target_of(model: nn.Module, max_rank: int, experts: dict[int, tuple[int, int, int]]) -> Target:
@@ -77,6 +77,6 @@ def refusal(layer: Any) -> str | None:
     """Why LoRA on a layer would not be applied, or not always; None if it would."""
     if type(layer).forward not in FORWARDS:
         return f"SGLang's {type(layer).__name__} does not compute with its method alone"
-    if not isinstance(layer.quant_method, KtftLinearMethod):
+    if not isinstance(layer.quant_method, SglangLinearMethod):
         return f"SGLang computes it with {type(layer.quant_method).__name__}"
     return None

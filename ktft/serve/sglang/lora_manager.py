@@ -26,7 +26,7 @@ ALONE = str(BASE)
 """The `lora_id` of the adapter that is served in place of the base. That of others is their number."""
 
 
-class StepLoraManager:
+class SglangLoraManager:
     """A LoRA manager whose adapters are those of the process's `ServedModel`.
 
     Args:

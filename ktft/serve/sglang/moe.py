@@ -15,11 +15,11 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase, Quant
 from torch import nn
 
 from ktft.serve.runtime.served_model import current
-from ktft.serve.sglang.lora_linear import KtftLinearMethod
+from ktft.serve.sglang.lora_linear import SglangLinearMethod
 
 
-class KtftMoEMethod(FusedMoEMethodBase):
-    """Computes SGLang's `FusedMoE` with the process's `ServedModel`, which `KtftModelLoader` makes.
+class SglangMoEMethod(FusedMoEMethodBase):
+    """Computes SGLang's `FusedMoE` with the process's `ServedModel`, which `SglangModelLoader` makes.
 
     Raises:
         ValueError: the layer asks for something that the kernels do not compute.
@@ -54,7 +54,7 @@ class KtftMoEMethod(FusedMoEMethodBase):
         return StandardCombineInput(experts(hidden, chosen.topk_ids, chosen.topk_weights))
 
 
-class KtftQuantization(QuantizationConfig):
+class SglangQuantization(QuantizationConfig):
     """ktft's kernels compute routed experts; SGLang computes everything else in the model's dtype."""
 
     def get_name(self) -> str:
@@ -76,7 +76,7 @@ class KtftQuantization(QuantizationConfig):
         return []
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> KtftQuantization:
+    def from_config(cls, config: dict[str, Any]) -> SglangQuantization:
         """The method. It ignores the checkpoint's own quantization, which the loader decodes."""
         return cls()
 
@@ -92,5 +92,5 @@ class KtftQuantization(QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """The method of a layer; None leaves the layer to SGLang."""
         if isinstance(layer, FusedMoE):
-            return KtftMoEMethod(layer)
-        return KtftLinearMethod() if isinstance(layer, LinearBase) else None
+            return SglangMoEMethod(layer)
+        return SglangLinearMethod() if isinstance(layer, LinearBase) else None

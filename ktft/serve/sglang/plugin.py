@@ -16,9 +16,9 @@ def register() -> None:
     from sglang.srt.layers import quantization
 
     from ktft.serve.sglang import hooks
-    from ktft.serve.sglang.moe import KtftQuantization
+    from ktft.serve.sglang.moe import SglangQuantization
 
     for methods in (quantization.QUANTIZATION_METHODS, quantization.CPU_QUANTIZATION_METHODS):
-        methods["ktft"] = KtftQuantization
+        methods["ktft"] = SglangQuantization
     server_args.add_quantization_method_choices(["ktft"])
     hooks.register()
