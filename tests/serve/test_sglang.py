@@ -144,10 +144,10 @@ def test_experts_that_the_kernels_do_not_compute(served: Runner, layer: Any, con
 
     from ktft.serve.sglang.moe import SglangMoEMethod
 
-    sizes = {"layer_id": 0, "layer_name": "layers.0.mlp.experts", "moe_tp_size": 1, "moe_ep_size": 1} | layer
-    SglangMoEMethod(SimpleNamespace(**sizes | {"moe_tp_size": 1, "moe_ep_size": 1}, moe_runner_config=MoeRunnerConfig()))
+    plain = {"layer_id": 0, "layer_name": "layers.0.mlp.experts", "moe_tp_size": 1, "moe_ep_size": 1}
+    SglangMoEMethod(SimpleNamespace(**plain, moe_runner_config=MoeRunnerConfig()))
     with pytest.raises(ValueError, match=f"layers.0.mlp.experts: SGLang asks for {what}, which"):
-        SglangMoEMethod(SimpleNamespace(**sizes, moe_runner_config=MoeRunnerConfig(**config)))
+        SglangMoEMethod(SimpleNamespace(**plain | layer, moe_runner_config=MoeRunnerConfig(**config)))
 
 
 # --- how it is put into SGLang ----------------------------------------------------------------------------------------

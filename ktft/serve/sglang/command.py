@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from transformers import AutoConfig
-
 from ktft import versions
 from ktft.serve.engine import Findings, Options
 from ktft.serve.front.kv_cache import kv_token_bytes
@@ -54,6 +52,8 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
 def _tokens(settings: ServeSettings, found: Findings) -> int | None:
     if found.kv_cache is None:
         return None
+    from transformers import AutoConfig
+
     return found.kv_cache // kv_token_bytes(AutoConfig.from_pretrained(settings.checkpoint), latent=True)
 
 

@@ -1,7 +1,7 @@
 """LoRA on SGLang's linear layers, added to the product that SGLang computes.
 
-SGLang makes all its linear layers with `SglangLinearMethod`, which is SGLang's own until `add_slots` gives a loaded layer
-its slot.
+SGLang makes all its linear layers with `SglangLinearMethod`, which is SGLang's own until `add_slots` gives a loaded
+layer its slot.
 """
 
 from __future__ import annotations
