@@ -17,7 +17,6 @@ import pytest
 import torch
 from adapters import random_adapter
 from effects import expected
-from quantize import changed
 from sglang_process import IDS, MISSING, Runner, environment, installed, runner
 from tiny import write_checkpoint
 
@@ -48,7 +47,6 @@ def served(base: Path) -> Iterator[Runner]:
 def test_ktft_computes_the_experts_and_sglang_holds_none(served: Runner, base: Path) -> None:
     config = served.model.config
     assert not [name for name, _ in served.model.named_parameters() if ".experts." in name]
-    assert sum(len(experts.layer.dequantize(0, "gate_proj")) for experts in current().layers.values()) > 0
     before = current().work()["lanes"]["cpu"]["pairs"]
     found, wanted = served.logprobs(), expected(base)
     assert (found - wanted).norm() < 1e-2 * wanted.norm()
@@ -190,12 +188,3 @@ def test_sglang_without_ktft_serve_is_left_alone() -> None:
     own = {name: value for name, value in os.environ.items() if name != SERVE_ENV} | environment()
     done = subprocess.run([sys.executable, "-c", PLAIN], env=own, capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-1:] == ["[True, False, False]"], done.stdout + done.stderr
-
-
-def test_a_checkpoint_that_lacks_a_weight(base: Path, tmp_path: Path) -> None:
-    """The check is the engines' own, before SGLang has a model."""
-    from ktft.serve.runtime.served_weights import ServedWeights
-
-    bad = changed(base, tmp_path / "bad", lambda tensors: tensors.pop("model.layers.1.mlp.gate.weight"))
-    with pytest.raises(ValueError, match="lacks tensors that the model needs: model.layers.1.mlp.gate.weight"):
-        ServedWeights(ServeSettings(str(bad), threads=1))
