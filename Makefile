@@ -6,6 +6,7 @@
 #   make test-all  also tests that install other environments, and the whole matrix of kernels
 #   make bench   kernel timings    make native  environment and C++ core, nothing else
 #   make newest  the environment with the newest transformers, PEFT and TRL
+#   make sglang  an environment with SGLang on the CPU, in .venv-sglang, and the tests of serving with it
 #   make docs    the pages as a site, in build/site; its tools have an environment of their own, .venv-docs
 #   make wheel   wheels and the source distribution, in dist; its tools have .venv-wheel
 #   make sanitize  the kernel tests under AddressSanitizer, UBSan and ThreadSanitizer
@@ -23,6 +24,7 @@ EXTRAS := llamafactory dev
 SERVE_STUBS ?= $(STUBS) ./ci/stubs/torchcodec
 SERVE_VENV ?= .venv-serve
 SERVE_BIN := $(SERVE_VENV)/bin
+SGLANG_VENV ?= .venv-sglang
 NEWEST_VENV ?= .venv-newest
 NEWEST_BIN := $(NEWEST_VENV)/bin
 # What `make test` runs on both stacks. Of the other tests, `make test-all` runs those that can on the newest too.
@@ -41,7 +43,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f)
 CXX_SOURCES := $(filter %.h %.cc %.inc,$(NATIVE_SOURCES))
 
-.PHONY: demo test test-all lint bench sanitize native serving newest environments docs wheel format clean
+.PHONY: demo test test-all lint bench sanitize native serving sglang newest environments docs wheel format clean
 
 demo: native
 	$(BIN)/python examples/demo/run.py
@@ -113,7 +115,7 @@ build/editable/.made: $(VENV)/.tools $(NATIVE_SOURCES)
 	@$(BIN)/python -c 'from scikit_build_core.build import build_editable; build_editable("build/editable")' > build/editable.log 2>&1 || { cat build/editable.log; exit 1; }
 	@touch $@
 
-$(VENV)/.native $(SERVE_VENV)/.native $(NEWEST_VENV)/.native: %/.native: %/.environment build/editable/.made
+$(VENV)/.native $(SERVE_VENV)/.native $(SGLANG_VENV)/.native $(NEWEST_VENV)/.native: %/.native: %/.environment build/editable/.made
 	@$*/bin/python -m pip --disable-pip-version-check -qq install --no-deps --force-reinstall build/editable/*.whl
 	@touch $@
 
@@ -125,6 +127,18 @@ $(SERVE_VENV)/.environment: $(VENV)/.environment
 	@$(PYTHON) -m venv $(SERVE_VENV)
 	@$(BIN)/python ci/requirements.py serve-cpu test > $(SERVE_VENV)/requirements.txt
 	@$(SERVE_BIN)/python -m pip --disable-pip-version-check -qq install --no-compile $(TORCH) $(SERVE_STUBS) -r $(SERVE_VENV)/requirements.txt
+	@touch $@
+
+# SGLang's requirements have gigabytes for GPUs, so what it imports on a CPU is listed in ci. `make test` leaves it out.
+sglang: $(SGLANG_VENV)/.native
+	$(SGLANG_VENV)/bin/python -m pytest tests/serve/test_sglang.py tests/serve/test_sglang_server.py
+
+$(SGLANG_VENV)/.environment: pyproject.toml ci/requirements.py ci/sglang-cpu.txt
+	@echo "ktft: environment with SGLang in $(SGLANG_VENV) (0.6 GB to download the first time, some minutes) ..."
+	@$(PYTHON) -m venv $(SGLANG_VENV)
+	@$(PYTHON) ci/requirements.py test > $(SGLANG_VENV)/requirements.txt
+	@$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-compile $(TORCH) $(SERVE_STUBS) -r $(SGLANG_VENV)/requirements.txt -r ci/sglang-cpu.txt
+	@$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-compile --no-deps 'sglang>=0.5.17,<0.5.18'
 	@touch $@
 
 newest: $(NEWEST_VENV)/.native
@@ -173,4 +187,4 @@ $(WHEEL_VENV)/.environment: pyproject.toml ci/requirements.py
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(SERVE_VENV) $(NEWEST_VENV) $(DOCS_VENV) $(WHEEL_VENV) build dist
+	rm -rf $(VENV) $(SERVE_VENV) $(SGLANG_VENV) $(NEWEST_VENV) $(DOCS_VENV) $(WHEEL_VENV) build dist

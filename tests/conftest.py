@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
+import importlib.util
 import logging
 import os
 import signal
@@ -21,6 +21,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A shell ignores Ctrl-C for what it starts in the background, and so would every process that a test starts
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# SGLang imports what has no build for CPUs, and transformers asks for some of it once
+if importlib.util.find_spec("sglang") and not importlib.util.find_spec("sgl_kernel"):
+    sys.path.append(os.path.join(os.path.dirname(__file__), "serve", "sglang_stand_ins"))
 # LLaMA-Factory gives transformers 5 the answers that TRL 0.24 expects of it, which TRL asks for once, at its import
 with contextlib.suppress(ImportError):
     importlib.import_module("llamafactory.extras.packages")

@@ -143,7 +143,7 @@ def test_tested_versions_are_those_of_the_package() -> None:
     assert pins(own) <= {*project["dependencies"]}
     assert extras["llamafactory"] == pins(FACTORY.versions | FACTORY.optional)
     assert extras["trl"] == pins(NEWEST.versions | NEWEST.optional)
-    assert extras["serve"] | extras["serve-cpu"] >= pins(TESTED_SERVERS)
+    assert extras["serve"] | extras["serve-cpu"] | extras["serve-sglang"] >= pins(TESTED_SERVERS)
     assert extras["serve-cpu"] - pins(TESTED_SERVERS) <= extras["trl"]  # its transformers is of the newest stack
     for stack in STACKS:  # what the package allows has no gap that a stack leaves
         assert all(TESTED_VERSIONS[name][0] <= low for name, (low, _) in (stack.versions | stack.optional).items())

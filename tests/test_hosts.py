@@ -24,9 +24,11 @@ from ktft.hosts import PATCHES, Patch, llamafactory
 from ktft.hosts.transformers import ROTARY
 
 TRAINING = [
-    patch for patch in PATCHES if patch.package != "vllm" and versions.version_of(patch.package) and patch.needed
+    patch
+    for patch in PATCHES
+    if patch.package not in ("vllm", "sglang") and versions.version_of(patch.package) and patch.needed
 ]
-"""Rows for the libraries that are installed beside these tests; those of vLLM are tested where it is."""
+"""Rows for the libraries that are installed beside these tests; those of vLLM and SGLang are tested where they are."""
 FOR_PROCESS = [patch for patch in TRAINING if not patch.on_instances and "*" not in patch.owner]
 ROOT = Path(__file__).parents[1]
 

@@ -72,7 +72,7 @@ SUB_RANKS = {
         "steady_call": 6,
         "layer": 7,
     },
-    "serve": {"runtime": 0, "engine": 1, "front": 2, "vllm": 3, "engines": 4},
+    "serve": {"runtime": 0, "engine": 1, "front": 2, "sglang": 3, "vllm": 3, "engines": 4},
 }
 ROOMS = {"ktft": PYTHON_RANKS} | {f"ktft.{room}": ranks for room, ranks in SUB_RANKS.items()}
 CPP_RANKS = {
@@ -94,6 +94,7 @@ GATEWAYS = {
     "ktft._C": {"ktft/native/extension.py"},
     "llamafactory": {"ktft/train/llamafactory.py"},
     "torch.distributed": {"ktft/ranks/group.py", "ktft/ranks/sharded.py"},
+    "sglang": {name_of(path) for path in (PACKAGE / "serve/sglang").rglob("*.py")},
     "vllm": {name_of(path) for path in (PACKAGE / "serve/vllm").rglob("*.py")},
 }
 # The files that may name torch.cuda, or have "cuda" as a whole string, as a device's type is. Others ask ktft.device.

@@ -31,7 +31,8 @@ FORMATS += f"{DEFAULT_EXPERT_FORMAT}]"
 def serve(
     model: Annotated[Path, typer.Argument(help="Directory of a model, as released, merged or converted.")],
     extra: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ENGINE ARGUMENTS]", help="Further arguments of the engine, vLLM.")
+        list[str] | None,
+        typer.Argument(metavar="[-- ENGINE ARGUMENTS]", help="Further arguments of vLLM, or SGLang."),
     ] = None,
     adapter: Annotated[
         list[str] | None,

@@ -1,8 +1,8 @@
-"""Every patch of transformers, peft, LLaMA-Factory and vLLM, one row each."""
+"""Every patch of transformers, peft, LLaMA-Factory, vLLM and SGLang, one row each."""
 
 from __future__ import annotations
 
-from ktft.hosts import llamafactory, peft, transformers, vllm
+from ktft.hosts import llamafactory, peft, sglang, transformers, vllm
 from ktft.hosts.patch import Patch, install, installed, undo
 from ktft.versions import require_stack
 
@@ -16,6 +16,8 @@ PATCHES = (
     *llamafactory.PATCHES,
     *vllm.OF_PROCESS,
     *vllm.OTHERS,
+    *sglang.HOOKED,
+    *sglang.OTHERS,
 )
 """All rows."""
 

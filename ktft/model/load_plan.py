@@ -236,9 +236,7 @@ def has_gpu() -> bool:
     return accelerator() is not None or emulate_gpu()
 
 
-def outline(
-    directory: str | os.PathLike[str], settings: Settings, config: PreTrainedConfig | None = None
-) -> LoadPlan:
+def outline(directory: str | os.PathLike[str], settings: Settings, config: PreTrainedConfig | None = None) -> LoadPlan:
     """Compare a checkpoint with its config as a load does, reading only headers. The returned plan's layers are empty.
 
     `config` takes the place of the checkpoint's own.

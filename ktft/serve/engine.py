@@ -116,12 +116,15 @@ class Paths:
         admin: paths that change what every user gets, for which the admin key is needed.
         passed: paths that need no check.
         reserved: names that no adapter can have.
+        reads: the paths that may be read, where reading others changes something; other methods than GET, HEAD and
+            OPTIONS are then refused too. None lets all be read.
     """
 
     computes: Mapping[str, bool]
     admin: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
     reserved: tuple[str, ...] = ()
+    reads: tuple[str, ...] | None = None
 
 
 class EngineError(Exception):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from ktft import versions
 from ktft.serve.engine import Engine
+from ktft.serve.sglang import command as sglang_command
+from ktft.serve.sglang import extra_arguments as sglang_arguments
+from ktft.serve.sglang import families as sglang_families
 from ktft.serve.vllm import command, extra_arguments, families
 
 VLLM = Engine(
@@ -22,7 +25,23 @@ VLLM = Engine(
     latent_on_cpu=False,  # `command.environment` turns it off
 )
 
-ENGINES = (VLLM,)
+SGLANG = Engine(
+    name="SGLang",
+    module="ktft.serve.sglang",
+    packages=sglang_command.PACKAGES,
+    families=sglang_families.SERVED,
+    drafts=(),
+    install=sglang_command.install,
+    check_extra=sglang_arguments.check_extra,
+    allowed_origins=sglang_arguments.allowed_origins,
+    arguments=sglang_command.arguments,
+    environment=sglang_command.environment,
+    server_memory=3 << 29,
+    kv_block=1,
+    latent_on_cpu=True,
+)
+
+ENGINES = (VLLM, SGLANG)
 
 
 def installed() -> Engine:

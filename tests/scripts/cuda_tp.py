@@ -4,7 +4,7 @@ A random model of Qwen3-MoE's shape in bf16, which the script makes, trains 50 s
 on one GPU, and in two that torchrun starts, with tp_size=2 and half of the experts each. It prints PASS or FAIL for
 each of: losses within 0.2% of one process; the attention's memory on each GPU at most 0.6 of one GPU's; copies of LoRA
 that both ranks hold have equal bits after training; the adapter that two wrote loads in one process, with the same
-loss. Needs two CUDA GPUs and the newest stack of the docs' page on versions; takes about three minutes. Exits 1 on a FAIL.
+loss. Needs two CUDA GPUs and the newest stack of the docs' page on versions; takes three minutes. Exits 1 on a FAIL.
 """
 
 from __future__ import annotations

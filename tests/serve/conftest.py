@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,13 @@ import httpx
 import pytest
 from tiny import write_checkpoint
 
-# LLaMA-Factory's environment has no vLLM: `make test` runs these tests in one that has, by the name of this folder.
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*"]
+# LLaMA-Factory's environment has no vLLM: `make test` runs these tests in one that has, by the name of this folder. One
+# that has SGLang instead runs SGLang's.
+HERE = Path(__file__).parent
+_OF_SGLANG = {file.name for file in HERE.glob("test_sglang*.py")} if importlib.util.find_spec("sglang") else set()
+collect_ignore_glob = (
+    [] if importlib.util.find_spec("vllm") else [file.name for file in HERE.iterdir() if file.name not in _OF_SGLANG]
+)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -79,16 +84,25 @@ def server(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
         assert process.wait(300) == 0, server.log.read_text()[-8000:]
 
 
+# Random weights would fill a structured answer with endless white space
+OF_VLLM = ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}')
+
+
 @contextmanager
-def serving(checkpoint: Path, folder: Path, *options: str) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
-    """Run `ktft serve` with these options until the block ends, even by an error."""
+def serving(
+    checkpoint: Path, folder: Path, *options: str, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
+    """Run `ktft serve` with these options until the block ends, even by an error.
+
+    It serves with vLLM, unless an environment for another engine is given.
+    """
     port, log = _free_port(), folder / "log.txt"
     command = [str(Path(sys.executable).with_name("ktft")), "serve", str(checkpoint), "--port", str(port), "--verbose"]
     command += ["--threads", "1", "--max-model-len", "256", "--max-num-seqs", "8", *options]
-    # Random weights would fill a structured answer with endless white space
-    command += ["--", "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
+    if environment is None:
+        command += ["--", *OF_VLLM]
     # Of what is left, vLLM would compile its count of logprobs alone, for half a minute of two cores
-    environment = os.environ | {"TORCH_COMPILE_DISABLE": "1"}
+    environment = os.environ | {"TORCH_COMPILE_DISABLE": "1"} | dict(environment or {})
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
     try:

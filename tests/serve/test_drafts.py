@@ -4,7 +4,6 @@ and drafts are those that vLLM's own experts make.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import pytest
 import torch
 from adapters import random_adapter
 from commands import invoke, run
-from conftest import Server
+from conftest import serving
 from in_process import ENVIRONMENT, served
 from prediction import NUMBER, add_prediction_layer
 from safetensors.torch import load_file, save_file
@@ -76,9 +75,7 @@ def by_vllm_alone(model: Path, family: str) -> tuple[list[list[int]], list[Any]]
         from vllm import LLM
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        llm = LLM(
-            str(model), enforce_eager=True, dtype="bfloat16", max_model_len=128, **OPTIONS[family], **SPECULATIVE
-        )
+        llm = LLM(str(model), enforce_eager=True, dtype="bfloat16", max_model_len=128, **OPTIONS[family], **SPECULATIVE)
         try:
             return continued(llm)
         finally:
@@ -126,3 +123,49 @@ class _Nothing:
 def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("served") / "model"
     return add_prediction_layer(write_checkpoint("glm4", place, **SIZES["glm4"]))
+
+
+def test_served_over_http_with_a_converted_model_packed_weights_and_an_adapter(glm: Path, tmp_path: Path) -> None:
+    """With drafts, requests for the base and for an adapter get what they get without."""
+    adapter = random_adapter(glm, tmp_path / "tuned")
+    converted = tmp_path / "converted"
+    assert run("convert", glm, converted, "--format", "int8")[0] == 0
+    asked: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    options, answers = ["--dense-format", "int8", "--adapter", str(adapter)], []
+    for drafts in ([], ["--speculative-tokens", "2"]):
+        (tmp_path / f"log{len(drafts)}").mkdir()
+        with serving(converted, tmp_path / f"log{len(drafts)}", *options, *drafts) as (server, _):
+            for name in (server.name, "tuned"):
+                for ids in PROMPTS:
+                    answer = server.post("/v1/completions", model=name, prompt=ids, logprobs=0, **asked)
+                    assert answer.status_code == 200, answer.text
+                    answers.append(answer.json()["choices"][0]["logprobs"]["tokens"])
+            metrics = httpx.get(f"{server.url}/metrics").text
+            refused = server.post("/v1/completions", model=server.name, prompt=[3], max_tokens=2, min_p=0.2)
+    without, with_drafts = answers[: len(answers) // 2], answers[len(answers) // 2 :]
+    assert with_drafts == without and without[:3] != without[3:]
+    assert "spec_decode_num_draft_tokens_total" in metrics
+    # vLLM leaves min_p out of account for tokens that were drafted
+    assert refused.status_code == 400 and "min_p" in refused.text
+
+
+def test_what_cannot_draft_is_refused(glm: Path, tmp_path: Path) -> None:
+    def said(checkpoint: Path, *options: str) -> str:
+        result = invoke("serve", checkpoint, *options)
+        assert result.exit_code == 2, result.output
+        return result.output
+
+    plain = write_checkpoint("glm4", tmp_path / "plain", **SIZES["glm4"])
+    assert "has no tensors of layer 3, which predicts further tokens" in said(plain, "--speculative-tokens", "1")
+    assert "speculative_tokens is 9; give a whole number" in said(glm, "--speculative-tokens", "9")
+    other = write_checkpoint("qwen3moe", tmp_path / "other", head_dim=32)
+    assert "num_nextn_predict_layers is 0" in said(other, "--speculative-tokens", "1")
+    asked = said(glm, "--", "--speculative-config", '{"method": "ngram"}')
+    assert "--speculative-tokens lets the model's own prediction layer draft" in asked
+    lacking = write_checkpoint("glm4", tmp_path / "lacking", **SIZES["glm4"])
+    tensors = load_file(add_prediction_layer(lacking) / "model.safetensors")
+    del tensors["model.layers.3.enorm.weight"]
+    save_file(tensors, lacking / "model.safetensors", {"format": "pt"})
+    assert "lacks tensors that the model needs: model.layers.3.enorm.weight" in said(
+        lacking, "--speculative-tokens", "1"
+    )

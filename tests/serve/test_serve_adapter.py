@@ -24,9 +24,10 @@ from in_process import Served, served
 
 from ktft.adapters.below import describe
 from ktft.adapters.files import CONFIG
+from ktft.serve.runtime.lora_linear import A
 from ktft.serve.runtime.served_adapter import ServedAdapter, Slot, Target
 from ktft.serve.runtime.served_model import current
-from ktft.serve.vllm.lora_linear import A, KtftLinearMethod, slots_of
+from ktft.serve.vllm.lora_linear import KtftLinearMethod, slots_of
 
 FILE = "adapter_model.safetensors"
 SIZES: dict[str, dict[str, Any]] = {"qwen2moe": {"hidden_size": 128}, "dsv3": DSV3}

@@ -14,7 +14,8 @@ from adapters import random_adapter
 from effects import DSV3, MLA, error_of_effect, expected
 from in_process import served
 
-from ktft.serve.vllm.lora_linear import A, slots_of
+from ktft.serve.runtime.lora_linear import A
+from ktft.serve.vllm.lora_linear import slots_of
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "q_b_proj", "o_proj")
 

@@ -29,8 +29,9 @@ from vllm.model_executor.layers.linear import (
 from vllm.utils.network_utils import get_open_port
 
 from ktft.hosts import Patch, vllm
+from ktft.serve.runtime.lora_linear import A, B
 from ktft.serve.runtime.served_adapter import SliceLora
-from ktft.serve.vllm.lora_linear import A, B, KtftLinearMethod
+from ktft.serve.vllm.lora_linear import KtftLinearMethod
 
 HIDDEN, RANK = 64, 8
 Make = Callable[[torch.dtype], Any]

@@ -28,6 +28,7 @@ from ktft.serve.runtime.settings import ServeSettings
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 MODELS, METRICS, STATUS, ROUTING = "/v1/models", "/metrics", "/ktft/status", "/ktft/routing"
+READING = ("GET", "HEAD", "OPTIONS")
 LONGEST_NAME = 256
 """Characters of an adapter's name."""
 
@@ -88,6 +89,8 @@ class Gate:
             await self._change(path, scope, receive, send)
         elif method == "POST" and not self._passes(path):
             raise Refusal(404, f"ktft serve has no {path}; GET /openapi.json lists what there is")
+        elif method != "POST" and not self._reads(method, path):
+            raise Refusal(404, f"ktft serve does not answer {method} {path}; GET /openapi.json lists what there is")
         elif method == "GET" and path == MODELS:
             self.adapters.announce(self.connect(scope))
             await self.app(scope, receive, _edited(send, self._add_parent))
@@ -103,6 +106,11 @@ class Gate:
     def _passes(self, path: str) -> bool:
         """Whether a POST that computes nothing may reach the engine. OpenAI's `/v1/responses/ID/cancel` may, too."""
         return path in self.paths.admin or path in self.paths.passed or path.endswith("/cancel")
+
+    def _reads(self, method: str, path: str) -> bool:
+        """Whether a request that is no POST may reach the engine."""
+        reads = self.paths.reads
+        return reads is None or (method in READING and path in (*reads, STATUS, ROUTING))
 
     async def _compute(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         body = await asgi.read_body(scope, receive)

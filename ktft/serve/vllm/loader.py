@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from vllm.config import ModelConfig, get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ktft.checkpoint.load import refuse
 from ktft.device import ACCELERATORS, device_of
 from ktft.hosts.vllm import COMPUTE_LOGITS
 from ktft.native import ExpertLayer
+from ktft.serve.runtime.agreement import RoutedSizes, check_agreement
 from ktft.serve.runtime.hybrid_experts import HybridModel
 from ktft.serve.runtime.progress import READY, Progress, StatusFile
 from ktft.serve.runtime.served_model import serve
 from ktft.serve.runtime.served_weights import ServedWeights
 from ktft.serve.runtime.settings import ServeSettings
+from ktft.serve.runtime.torch_defaults import torch_defaults, with_torch_defaults
 from ktft.serve.vllm.dense_linear import forget, pack_linears
 from ktft.serve.vllm.lora_linear import add_slots
 from ktft.serve.vllm.moe import ACTIVATIONS, KtftMoEMethod
@@ -62,13 +59,13 @@ class KtftModelLoader(BaseModelLoader):
 
     def _load(self, model: nn.Module, model_config: ModelConfig, settings: ServeSettings, status: StatusFile) -> None:
         status.write(Progress("Reading the checkpoint's headers"))
-        with _torch_defaults():
+        with torch_defaults():
             weights = ServedWeights(settings)
         _check_experts(model, {n: each for n, each in weights.layers.items() if n not in weights.prediction})
         status.write(Progress("Loading the weights around the experts"))
         _load_dense(model, weights.dense(model_config.dtype))
         device = next(model.parameters()).device
-        with _torch_defaults():
+        with torch_defaults():
             if settings.dense_format is not None and device.type == "cpu":
                 status.write(Progress(f"Packing the weights around the experts in {settings.dense_format}"))
                 forget()
@@ -90,7 +87,6 @@ class KtftModelLoader(BaseModelLoader):
                 status.write(Progress(f"Loading the adapter {name}"))
                 set_adapter(model, path) if settings.one_at_a_time else add(model, number, path)
 
-
     def _load_prediction(
         self, model: nn.Module, model_config: ModelConfig, settings: ServeSettings, status: StatusFile
     ) -> None:
@@ -104,14 +100,14 @@ class KtftModelLoader(BaseModelLoader):
         status.write(Progress("Loading the layer that drafts tokens"))
         _load_dense(model, weights.dense_of_prediction(model_config.dtype))
         if settings.dense_format is not None:
-            with _torch_defaults():
+            with torch_defaults():
                 pack_linears(model, weights.runtime, settings.dense_format)
 
 
 def _load_dense(model: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> None:
     """Give a model of vLLM its weights around the experts. Raises ValueError if it has other ones."""
     try:
-        loaded = model.load_weights(_with_torch_defaults(weights))  # type: ignore[operator]
+        loaded = model.load_weights(with_torch_defaults(weights))  # type: ignore[operator]
     except KeyError as error:
         raise ValueError(
             f"vLLM's {type(model).__name__} has no place for the weight {error} of transformers' model: the two "
@@ -135,65 +131,17 @@ def _check_each_step(model: nn.Module, hybrid: HybridModel) -> None:
     COMPUTE_LOGITS.put(model, checked)
 
 
-@dataclass(frozen=True)
-class _Experts:
-    """What vLLM's and transformers' models must agree on for a layer's routed experts."""
-
-    num_experts: int
-    hidden_size: int
-    intermediate_size: int
-    biases: bool
-    clamped_at: float | None
-
-    @classmethod
-    def of_vllm(cls, module: RoutedExperts) -> _Experts:
-        return cls(
-            module.global_num_experts,
-            module.hidden_size,
-            module.intermediate_size_per_partition,
-            module.moe_config.has_bias,
-            module.swiglu_limit or ACTIVATIONS.get(module.activation.value),
-        )
-
-    @classmethod
-    def of_ktft(cls, layer: ExpertLayer) -> _Experts:
-        limit = layer.swiglu.limit
-        return cls(
-            layer.num_experts,
-            layer.hidden_size,
-            layer.intermediate_size,
-            layer.biases,
-            limit if math.isfinite(limit) else None,
-        )
-
-
 def _check_experts(model: nn.Module, layers: Mapping[int, ExpertLayer]) -> None:
     """Raise ValueError if vLLM's and transformers' models differ in layers, sizes or activation of routed experts."""
     found = {}
     for module in model.modules():
         if isinstance(module, RoutedExperts):
             assert isinstance(module.quant_method, KtftMoEMethod)
-            found[module.quant_method.number] = _Experts.of_vllm(module)
-    expected = {number: _Experts.of_ktft(layer) for number, layer in layers.items()}
-    for number in sorted(found.keys() | expected.keys()):
-        if found.get(number) != expected.get(number):
-            raise ValueError(
-                f"layer {number}: vLLM's {type(model).__name__} has the routed experts {found.get(number)}, "
-                f"transformers' model has {expected.get(number)}; this vLLM cannot serve it with ktft"
+            found[module.quant_method.number] = RoutedSizes(
+                module.global_num_experts,
+                module.hidden_size,
+                module.intermediate_size_per_partition,
+                module.moe_config.has_bias,
+                module.swiglu_limit or ACTIVATIONS.get(module.activation.value),
             )
-
-
-@contextmanager
-def _torch_defaults() -> Iterator[None]:
-    """torch's own default device and dtype, in place of those that vLLM sets while it loads."""
-    with torch.device("cpu"), set_default_torch_dtype(torch.float32):
-        yield
-
-
-def _with_torch_defaults(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    while True:
-        with _torch_defaults():
-            item = next(weights, None)
-        if item is None:
-            return
-        yield item
+    check_agreement("vLLM", type(model).__name__, found, layers)

@@ -1,0 +1,154 @@
+"""LoRA on a linear layer of an engine's model, added to the product that the engine computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ktft.serve.runtime.served_adapter import SliceLora, Slot
+from ktft.serve.runtime.step_adapters import StepAdapters
+from ktft.serve.runtime.swap import AB
+
+A, B = "ktft_lora_a", "ktft_lora_b"
+"""Buffers of a layer with a slot: fp32 `[parts * rank, input_size]` and `[output_size, rank]`. B has the scaling."""
+
+
+FEW_ROWS = 64
+"""Up to so many rows of several adapters, all adapters are applied to all rows, and what is not a row's own is masked.
+With more rows that costs more than to gather those of each adapter."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """LoRA of several adapters on one layer, side by side like one of all their ranks.
+
+    Attributes:
+        a: fp32 `[parts, ranks, input_size]`.
+        b: fp32 `[output_size, ranks]`; it has the scaling.
+        owners: `[ranks]` int64: the number of the adapter to which a rank belongs, in ascending order.
+    """
+
+    a: Tensor
+    b: Tensor
+    owners: Tensor
+
+
+class LoraLinear:
+    """B (A x) for every part of a layer's output. It is a `ktft.serve.runtime.swap.LinearSlot` and, without a fixed
+    rank, a `SharedSlot`.
+
+    LoRA takes x in fp32, the dtype in which PEFT holds adapters, and its sum with the product is rounded once.
+
+    Args:
+        layer: gets the buffers `A` and `B`.
+        name: what messages call the layer.
+        slot: its sizes.
+        rank: the fixed rank of all parts. Code that was captured or compiled then finds another adapter in the same
+            buffers, and zeros where there is none. None lets the rank follow the adapter, so that having none costs
+            nothing.
+        step: which adapter each token has, where several are served.
+    """
+
+    def __init__(self, layer: Any, name: str, slot: Slot, rank: int | None, step: StepAdapters | None = None) -> None:
+        super().__init__()
+        self.step = step or StepAdapters()
+        self.shared: Shared | None = None
+        self.layer, self.name, self.slot, self.fixed = layer, name, slot, rank
+        self.rank = rank or 0
+        self.device = next(layer.parameters()).device
+        for buffer, tensor in zip((A, B), self.stacked([]), strict=True):
+            layer.register_buffer(buffer, tensor.to(self.device), persistent=False)
+
+    def add(self, x: Tensor, out: Tensor) -> Tensor:
+        """Add to the product `out`, `[..., output_size]`, LoRA of its inputs `x`, `[..., input_size]`."""
+        if self.shared is not None and self.step.active:
+            return self._add_shared(self.shared, x, out)
+        if not self.rank:
+            return out
+        low = linear(x.to(torch.float32), getattr(self.layer, A)).split(self.rank, dim=-1)
+        for own, b, part in zip(
+            low, getattr(self.layer, B).split(self.slot.parts), out.split(self.slot.parts, dim=-1), strict=True
+        ):
+            part.add_(linear(own, b))
+        return out
+
+    def _add_shared(self, shared: Shared, x: Tensor, out: Tensor) -> Tensor:
+        """Add to each row of the product LoRA of the row's adapter, if it has one here."""
+        step, name = self.step, self.name
+        rows, sums = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+        if len(rows) <= FEW_ROWS and len(step.active) > 1:
+            own = step.of_rows(len(rows), name)[:, None] == shared.owners
+            self._add(shared.a, shared.b, rows, sums, own)
+            return out
+        for number in step.active:
+            mine = (shared.owners == number).nonzero()[:, 0]
+            if not len(mine):
+                continue
+            columns = slice(int(mine[0]), int(mine[-1]) + 1)
+            a, b, places = shared.a[:, columns], shared.b[:, columns], step.rows_of(number, len(rows), name)
+            if places is None:
+                self._add(a, b, rows, sums)
+            else:
+                some = sums[places]
+                self._add(a, b, rows[places], some)
+                sums[places] = some
+        return out
+
+    def _add(self, a: Tensor, b: Tensor, x: Tensor, out: Tensor, own: Tensor | None = None) -> None:
+        """Add B (A x) to the rows of `out`, of the ranks that are a row's own where not all are."""
+        low = linear(x.to(torch.float32), a.reshape(-1, a.shape[-1])).view(len(x), *a.shape[:2])
+        if own is not None:
+            low.masked_fill_(~own[:, None], 0.0)  # a product would make NaN of another adapter's infinity
+        for part, (rows, sums) in enumerate(zip(b.split(self.slot.parts), out.split(self.slot.parts, 1), strict=True)):
+            sums.add_(linear(low[:, part], rows))
+
+    def joined(self, number: int, tensors: AB) -> Shared:
+        if self.fixed:
+            raise ValueError(f"{self.name} is compiled, with room for one adapter that all tokens have")
+        a, b = (each.to(self.device) for each in tensors)
+        rank, parts = b.shape[1], len(self.slot.parts)
+        own = Shared(a.view(parts, rank, -1), b, torch.full((rank,), number, device=self.device))
+        if (old := self.shared) is None:
+            return own
+        return Shared(torch.cat([old.a, own.a], 1), torch.cat([old.b, own.b], 1), torch.cat([old.owners, own.owners]))
+
+    def parted(self, number: int) -> Shared | None:
+        if (old := self.shared) is None or not bool((stays := old.owners != number).any()):
+            return None
+        return old if bool(stays.all()) else Shared(old.a[:, stays], old.b[:, stays], old.owners[stays])
+
+    def share(self, state: Shared | None) -> None:
+        self.shared = state
+
+    def stacked(self, slices: Sequence[SliceLora]) -> AB:
+        """Zeros, or nothing where the rank follows the adapter, for no rows."""
+        rank = self.fixed or max((len(each.a) for each in slices), default=0)
+        bounds = self.slot.bounds
+        a = torch.zeros(len(self.slot.parts) * rank, self.slot.input_size, dtype=torch.float32, device="cpu")
+        b = torch.zeros(bounds[-1], rank, dtype=torch.float32, device="cpu")
+        for each in slices:
+            b[each.start : each.stop, : each.b.shape[1]] = each.b
+            for part in range(bounds.index(each.start), bounds.index(each.stop)):
+                a[part * rank : part * rank + len(each.a)] = each.a
+        return a, b
+
+    def ready(self, tensors: AB) -> AB:
+        a, b = tensors
+        return (a, b) if self.fixed else (a.to(self.device), b.to(self.device))
+
+    def held(self) -> AB:
+        a, b = getattr(self.layer, A), getattr(self.layer, B)
+        return (a.to("cpu", copy=True), b.to("cpu", copy=True)) if self.fixed else (a, b)
+
+    def put(self, tensors: AB) -> None:
+        for name, tensor in zip((A, B), self.ready(tensors), strict=True):
+            if self.fixed:
+                getattr(self.layer, name).copy_(tensor)
+            else:
+                setattr(self.layer, name, tensor)
+        self.rank = tensors[1].shape[1]

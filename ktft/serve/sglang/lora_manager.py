@@ -1,0 +1,113 @@
+"""SGLang's LoRA manager, answered for adapters that ktft loads and applies itself.
+
+With `--enable-lora` SGLang lets a request carry an adapter, keeps its KV cache apart from that of others, and tells the
+manager before each step which adapter each request of it has. That is all ktft needs of it: SGLang's own manager would
+wrap linear layers and load adapters, which ktft's slots and its kernels do here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.managers.io_struct import LoRAUpdateOutput
+from torch import nn
+
+from ktft.serve.runtime.served_adapter import ServedAdapter
+from ktft.serve.runtime.served_model import current
+from ktft.serve.runtime.settings import ServeSettings
+from ktft.serve.runtime.step_adapters import BASE
+from ktft.serve.runtime.swap import add_adapter, remove_adapter, swap_adapter
+from ktft.serve.sglang.lora_linear import slots_of, target_of
+
+ALONE = str(BASE)
+"""The `lora_id` of the adapter that is served in place of the base. That of others is their number."""
+
+
+class SglangLoraManager:
+    """A LoRA manager whose adapters are those of the process's `ServedModel`.
+
+    Args:
+        model: SGLang's model, loaded.
+
+    Attributes:
+        memory_pool: None, for SGLang's metrics: adapters have no slots of a GPU's memory.
+    """
+
+    memory_pool = None
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def validate_lora_batch(self, lora_ids: Collection[str | None]) -> bool:
+        """Whether these adapters can be in one step: any can."""
+        return True
+
+    def fetch_new_loras(self, new_loras: Collection[str | None], running_loras: Collection[str | None] = ()) -> None:
+        """SGLang brings adapters to the device here; ktft's are where they are computed."""
+
+    def prepare_lora_batch(self, forward_batch: Any) -> None:
+        """Called before each step: say which adapter each of its tokens has."""
+        served, numbers = current(), [int(each or BASE) for each in forward_batch.lora_ids]
+        if forward_batch.forward_mode.is_extend():
+            lengths = forward_batch.extend_seq_lens_cpu
+            numbers = list(chain.from_iterable(map(repeat, numbers, lengths)))
+        served.step.set(numbers, served.adapters)
+
+    def reset_lora_batch(self) -> None:
+        """Called before a step without tokens."""
+        current().step.set([], ())
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def load_lora_adapter(self, lora_ref: Any) -> LoRAUpdateOutput:
+        """Load the adapter in a directory, between two steps: beside others, or as `ALONE`."""
+        try:
+            if lora_ref.lora_id == ALONE:
+                set_adapter(self.model, lora_ref.lora_path)
+            else:
+                add(self.model, int(lora_ref.lora_id), lora_ref.lora_path)
+        except Exception as error:  # the engine goes on; the gate hands the reason to whoever asked
+            return LoRAUpdateOutput(success=False, error_message=str(error) or type(error).__name__)
+        return LoRAUpdateOutput(success=True)
+
+    def unload_lora_adapter(self, lora_ref: Any) -> LoRAUpdateOutput:
+        """Take an adapter out, of which no request is in flight."""
+        try:
+            if lora_ref.lora_id == ALONE:
+                set_adapter(self.model, None)
+            else:
+                remove_adapter(int(lora_ref.lora_id), current(), slots_of(self.model))
+        except Exception as error:
+            return LoRAUpdateOutput(success=False, error_message=str(error) or type(error).__name__)
+        return LoRAUpdateOutput(success=True)
+
+    def load_lora_adapter_from_tensors(self, lora_ref: Any, *_: Any, **__: Any) -> LoRAUpdateOutput:
+        """Refuses: an adapter is a directory here."""
+        return LoRAUpdateOutput(success=False, error_message="ktft serves adapters from directories only")
+
+
+def set_adapter(model: nn.Module, path: str | None) -> dict[str, Any] | None:
+    """Put an adapter into the model that this process computes, in place of the one before; None takes that out.
+
+    Returns what `swap_adapter` does, and raises what it and `ServedAdapter` do.
+    """
+    return swap_adapter(None if path is None else _read(model, path), current(), slots_of(model))
+
+
+def add(model: nn.Module, number: int, path: str) -> dict[str, Any]:
+    """Put an adapter into the model that this process computes, beside others, for tokens that have its number.
+
+    Returns what `ktft.serve.runtime.swap.add_adapter` does, and raises what it and `ServedAdapter` do.
+    """
+    return add_adapter(number, _read(model, path), current(), slots_of(model))
+
+
+def _read(model: nn.Module, path: str) -> ServedAdapter:
+    settings = ServeSettings.from_env()
+    target = target_of(model, settings.max_lora_rank, current().sizes())
+    return ServedAdapter(Path(path), Path(settings.checkpoint), target)
