@@ -10,6 +10,7 @@ FAKE = Engine(
     name="Fake",
     module="fake_server",
     packages={"cpu": "fake-server"},
+    drafts=(),
     families=("qwen3_moe",),
     install=lambda device: f"pip install fake-server for the {device}",
     check_extra=lambda extra: None,

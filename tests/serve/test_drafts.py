@@ -39,7 +39,7 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp(family) / "model"
-    return add_prediction_layer(write_checkpoint(family, place, **SIZES[family]), weight=1.0)
+    return add_prediction_layer(write_checkpoint(family, place, **SIZES[family]), weight=4.0)
 
 
 @contextmanager

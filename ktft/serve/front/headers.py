@@ -84,7 +84,8 @@ def check_drafts(engine: Engine, settings: ServeSettings, model: Model) -> None:
     if settings.speculative_tokens and (model_type := model.config.model_type) not in engine.drafts:
         raise ValueError(
             f"--speculative-tokens is {settings.speculative_tokens}; {engine.name} was shown to draft tokens for "
-            f"{', '.join(engine.drafts) or 'no family'}, and {settings.checkpoint} is of model_type {model_type!r}: leave it out"
+            f"{', '.join(engine.drafts) or 'no family'}, and {settings.checkpoint} is of model_type {model_type!r}: "
+            "leave it out"
         )
 
 

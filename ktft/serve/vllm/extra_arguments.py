@@ -54,7 +54,7 @@ REFUSED = {
     ),
     **dict.fromkeys(
         ("speculative-config", "spec-method", "spec-model", "spec-tokens"),
-        "--speculative-tokens lets the model's own prediction layer draft tokens; ktft was not tested with other drafts",
+        "--speculative-tokens lets the model's own prediction layer draft; ktft was not tested with other drafts",
     ),
     **dict.fromkeys(("enable-elastic-ep", "kv-transfer-config"), "ktft was not tested with it"),
     "worker-cls": "ktft chooses the worker: without a GPU its own, else vLLM's",
