@@ -57,19 +57,19 @@ def drafts_of(llm: Any) -> Iterator[list[list[int]]]:
         yield found
 
 
-def continued(llm: Any) -> tuple[list[list[int]], list[Any]]:
-    """The greedy continuation of each prompt, one prompt after the other, and the drafts of all steps."""
+def continued(llm: Any) -> list[tuple[list[int], list[Any]]]:
+    """The greedy continuation of each prompt, and the drafts of its steps."""
     from vllm import SamplingParams
 
-    parameters, said = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), []
-    with drafts_of(llm) as drafts:
-        for ids in PROMPTS:
+    parameters, found = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), []
+    for ids in PROMPTS:
+        with drafts_of(llm) as drafts:
             (out,) = llm.generate([{"prompt_token_ids": ids}], parameters, use_tqdm=False)
-            said.append(list(out.outputs[0].token_ids))
-    return said, drafts
+        found.append((list(out.outputs[0].token_ids), drafts))
+    return found
 
 
-def by_vllm_alone(model: Path, family: str) -> tuple[list[list[int]], list[Any]]:
+def by_vllm_alone(model: Path, family: str) -> list[tuple[list[int], list[Any]]]:
     """The same by vLLM's own experts in bf16."""
     with patch.dict(os.environ, ENVIRONMENT | {"VLLM_MLA_DISABLE": "1"}):
         from vllm import LLM
@@ -84,9 +84,11 @@ def by_vllm_alone(model: Path, family: str) -> tuple[list[list[int]], list[Any]]
             cleanup_dist_env_and_memory()
 
 
-def same(one: tuple[list[list[int]], list[Any]], other: tuple[list[list[int]], list[Any]]) -> float:
-    """The part of drafts that are the same, of as many steps as both have."""
-    pairs = list(zip(one[1], other[1], strict=False))
+def same(one: list[tuple[list[int], list[Any]]], other: list[tuple[list[int], list[Any]]]) -> float:
+    """The part of drafts that are the same, of the prompts with the same continuation: random weights tip some."""
+    alike = [(a, b) for (said, a), (also, b) in zip(one, other, strict=True) if said == also]
+    assert len(alike) > 1
+    pairs = [pair for a, b in alike for pair in zip(a, b, strict=False)]
     return sum(a == b for a, b in pairs) / len(pairs)
 
 
@@ -104,12 +106,14 @@ def test_drafts_are_those_of_vllms_own_experts_and_answers_those_without_drafts(
         experts.__class__ = whole
         with_drafts = [drafting.greedy(ids, 16)[0] for ids in PROMPTS]
     with served(model, options=options, expert_format="bf16") as plain:
-        assert [plain.greedy(ids, 16)[0] for ids in PROMPTS] == with_drafts == found[0] == without[0]
+        assert [plain.greedy(ids, 16)[0] for ids in PROMPTS] == with_drafts == answers(found) == answers(without)
     alone = by_vllm_alone(model, family)
-    # Single tokens of random weights may tip where sums are in another order; the drafts of all later steps follow
-    first = slice(0, 8)
-    assert same((found[0], found[1][first]), (alone[0], alone[1][first])) >= 0.75
-    assert same(found, without) < 0.5, "the experts of the prediction layer make no difference"
+    assert same(found, alone) >= 0.95
+    assert same(found, without) < 0.9, "the experts of the prediction layer make no difference"
+
+
+def answers(found: list[tuple[list[int], list[Any]]]) -> list[list[int]]:
+    return [said for said, _ in found]
 
 
 class _Nothing:
