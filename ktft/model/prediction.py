@@ -60,11 +60,11 @@ def add_prediction(model: PreTrainedModel) -> None:
     with torch.device("meta"):
         for number in numbers:
             head = nn.Module()
-            head.norm, head.head = _norm(hidden), nn.Linear(hidden, words, bias=False)
+            head.norm, head.head = nn.RMSNorm(hidden), nn.Linear(hidden, words, bias=False)
             more = {
                 "embed_tokens": nn.Embedding(words, hidden),
-                "enorm": _norm(hidden),
-                "hnorm": _norm(hidden),
+                "enorm": nn.RMSNorm(hidden),
+                "hnorm": nn.RMSNorm(hidden),
                 "eh_proj": nn.Linear(2 * hidden, hidden, bias=False),
                 "shared_head": head,
             }
@@ -73,7 +73,3 @@ def add_prediction(model: PreTrainedModel) -> None:
                 layer.add_module(name, module.to(model.dtype))
     # transformers ignores the layers by the numbers that released models have
     model._keys_to_ignore_on_load_unexpected = None
-
-
-def _norm(hidden_size: int) -> nn.RMSNorm:
-    return nn.RMSNorm(hidden_size)
