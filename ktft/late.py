@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -19,13 +19,26 @@ _pending: dict[int, Future[None]] = {}  # by the id of a tensor, which its write
 _pool: ThreadPoolExecutor | None = None
 
 
-def write_later(tensors: Iterable[Tensor], write: Callable[[], Any]) -> None:
-    """Begin a write to these tensors, which `write` must refer to."""
+def write_later(writes: Sequence[tuple[Iterable[Tensor], Callable[[], Any]]]) -> None:
+    """Begin writes, one after the other: each to its tensors, to which it must refer."""
     global _pool
+    futures: list[Future[None]] = [Future() for _ in writes]
     with _mutex:
         _pool = _pool or ThreadPoolExecutor(1, "ktft-late")
-        future = _pool.submit(write)
-        _pending.update((id(each), future) for each in tensors)
+        # One call for all: to wake the thread takes longer than a write is prepared
+        _pool.submit(_write, [(future, write) for future, (_, write) in zip(futures, writes, strict=True)])
+        for future, (tensors, _) in zip(futures, writes, strict=True):
+            _pending.update((id(each), future) for each in tensors)
+
+
+def _write(writes: Sequence[tuple[Future[None], Callable[[], Any]]]) -> None:
+    for future, write in writes:
+        try:
+            write()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
 
 
 def settle(tensors: Iterable[Tensor] | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,14 @@ def delayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     original, wait = optimizer.write_later, late.settle
     open_ = threading.Event()
 
-    def write_later(tensors: list[torch.Tensor], write: Any) -> None:
-        seen.append(len(tensors))
+    def write_later(writes: list[tuple[list[torch.Tensor], Any]]) -> None:
+        seen.extend(len(tensors) for tensors, _ in writes)
 
-        def waiting() -> None:
+        def waiting(write: Any) -> None:
             open_.wait(20)
             write()
 
-        original(tensors, waiting)
+        original([(tensors, partial(waiting, write)) for tensors, write in writes])
 
     def settle(*tensors: Any) -> None:
         open_.set()
@@ -95,8 +96,7 @@ def test_errors_are_raised_where_somebody_waits() -> None:
         raise ValueError("a moment has another shape")
 
     tensors, others = [torch.zeros(2), torch.zeros(2)], [torch.zeros(1)]
-    late.write_later(tensors, fail)
-    late.write_later(others, lambda: others[0].fill_(1))
+    late.write_later([(tensors, fail), (others, lambda: others[0].fill_(1))])
     late.settle(others)
     assert others[0] == 1
     with pytest.raises(ValueError, match="another shape"):
@@ -106,7 +106,7 @@ def test_errors_are_raised_where_somebody_waits() -> None:
 
 def test_writes_keep_their_order() -> None:
     tensor = torch.zeros(1)
-    late.write_later([tensor], lambda: tensor.fill_(1))
-    late.write_later([tensor], lambda: tensor.mul_(3))
+    late.write_later([([tensor], lambda: tensor.fill_(1))])
+    late.write_later([([tensor], lambda: tensor.mul_(3))])
     late.settle([tensor])
     assert tensor == 3

@@ -123,6 +123,7 @@ class KtftExpertsLora(nn.Module, LoraLayer):
             LoraLayer.__init__(self, base_layer)
         self.ranks, self.forms = {adapter_name: ranks}, {adapter_name: form}
         self._spreads = Spreads()
+        self._known_pairs: tuple[object, dict[str, LoraPair]] | None = None
         self.whole: dict[tuple[str, str, str], Tensor] = {}
         self._active_adapter = [adapter_name]
         self.update_layer(adapter_name, **kwargs)
@@ -214,12 +215,24 @@ class KtftExpertsLora(nn.Module, LoraLayer):
             seed, first_route = place.seed ^ zlib.crc32(self.experts.layer.name.encode()), place.first_row * top_k
         elif dropout:
             seed = int(torch.randint(2**62, (), device="cpu"))
+        return ExpertLora(self._pairs(names), dropout, seed, first_route)
+
+    def _pairs(self, names: list[str]) -> dict[str, LoraPair]:
+        """The adapters as one LoRA, by projection."""
+        stacks = [self.stacked(kind, name) for name in names for kind in KINDS]
+        parameters = [each for stack in stacks for each in stack._parameters.values() if each is not None]
+        key = names, [*map(id, parameters)], [(self.scaling[name], self.use_rslora[name]) for name in names]
+        if self._known_pairs is not None and self._known_pairs[0] == key and all(each.is_cpu for each in parameters):
+            return self._known_pairs[1]
         pairs: dict[str, LoraPair] = {}
         for projection in PROJECTIONS:
             own = [self._pair(name, projection) for name in names if projection in self.ranks[name]]
             if own:
                 pairs[projection] = own[0] if len(own) == 1 else _join(own)
-        return ExpertLora(pairs, dropout, seed, first_route)
+        same = {id(each) for pair in pairs.values() for each in (pair.a, pair.b)}
+        # Those that are made of parameters follow their values
+        self._known_pairs = (key, pairs) if same == {*map(id, parameters)} else None
+        return pairs
 
     def applied(self) -> list[str]:
         """The active adapters that have LoRA on these experts."""
@@ -268,7 +281,7 @@ class KtftExpertsLora(nn.Module, LoraLayer):
     def stacked(self, kind: str, adapter_name: str) -> CpuParameters:
         """Projection -> stacked tensor of `lora_A` or `lora_B`, which no optimizer writes any more."""
         found = cast(CpuParameters, getattr(self, kind)[adapter_name])
-        settle(found.values())
+        settle(found._parameters.values())  # type: ignore[arg-type]
         return found
 
     def tensors(self, adapter_name: str) -> Iterator[tuple[str, str, Tensor]]:

@@ -212,7 +212,7 @@ class DeviceLanes:
 
         Its work has a span, and so have copies to the GPU if it needs any. After it, those for the next pass begin.
         """
-        streamed = layer.num_experts - len(self.gpu.held(layer))
+        streamed = self.gpu.streams(layer)
         moved = layer.packed_bytes * streamed / layer.num_experts
         each = len(layer.projections)
         products = each if work == Work.FORWARD else 2 * each - 1  # gate and up come again

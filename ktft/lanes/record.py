@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -69,3 +69,15 @@ class Record:
         pairs = ((strength > _NEGLIGIBLE).flatten() & here).to(torch.int64)
         found = torch.zeros(len(self._reached), dtype=torch.int64, device=pairs.device)
         self._elsewhere.append(found.scatter_add_(0, top_k_index.flatten().clamp(min=0).to(torch.int64), pairs))
+
+
+def reached_by(records: Mapping[str, Record]) -> dict[str, Tensor]:
+    """The name of each record -> its `reached`. What all have counted on their device comes with one copy."""
+    found = [(record, each) for record in records.values() for each in record._elsewhere]
+    if found:
+        counts = torch.cat([each for _, each in found]).cpu()
+        for (record, _), own in zip(found, counts.split([len(each) for _, each in found]), strict=True):
+            record._reached += own
+        for record, _ in found:
+            record._elsewhere.clear()
+    return {name: record.reached for name, record in records.items()}

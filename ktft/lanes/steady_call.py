@@ -103,6 +103,22 @@ class Steady(torch.autograd.Function):
         return None, of_hidden, None, of_weights, *lora
 
 
+def go_back(out: Tensor, grad: Tensor) -> bool:
+    """Send the gradient of a steady call's output to the leaves that the call got. Returns False, and does nothing, if
+    that takes autograd's engine, whose thread and the caller's would wait for each other and for the GIL.
+    """
+    node: Any = out.grad_fn
+    if not isinstance(node, Steady._backward_cls) or not node.call.owes or torch.is_anomaly_enabled():
+        return False
+    leaves = [getattr(function, "variable", None) for function, _ in node.next_functions]
+    with torch.no_grad():
+        _, of_hidden, _, of_weights, *_ = node.apply(grad)
+    for leaf, found in ((leaves[0], of_hidden), (leaves[2], of_weights)):
+        if leaf is not None:
+            leaf.grad = found if leaf.grad is None else leaf.grad + found
+    return True
+
+
 def not_finite(name: str, hidden: Tensor) -> str:
     """The message for hidden states `[T, H]` with NaN or Inf."""
     token = int((~torch.isfinite(hidden).all(1)).nonzero()[0])

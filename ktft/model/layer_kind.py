@@ -61,6 +61,7 @@ class Weights:
             for name, tensor in own.items()
             if tensor is not None
         ]
+        self._adapted = [each for _, each in self._modules if not vars(each).keys().isdisjoint(_STATES)]
         packed = {id(each._parameters): each for _, each in self._modules if isinstance(each, PackedLinear)}
         self._streamed = {
             at: packed[id(own)]
@@ -93,8 +94,8 @@ class Weights:
     def state(self) -> tuple[object, ...]:
         """What must not change while a layer is of its kind, and is quick to ask for."""
         weights = [(id(tensor), tensor.requires_grad) for tensor in self.tensors]
-        modules = [(each.training, *(str(vars(each).get(name)) for name in _STATES)) for _, each in self._modules]
-        return (*weights, *modules)
+        adapters = [str(vars(each).get(name)) for each in self._adapted for name in _STATES]
+        return (*weights, *adapters, *[each.training for _, each in self._modules])
 
     def signature(self) -> tuple[object, ...]:
         """Equal for layers of one kind, apart from what only `_NUMBERS` say."""

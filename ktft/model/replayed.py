@@ -13,6 +13,7 @@ from torch.utils import _pytree
 from ktft import spans
 from ktft.device import device_of
 from ktft.lanes.lanes import tell_hooks
+from ktft.lanes.steady_call import go_back
 from ktft.model import collected
 from ktft.model.layer_call import PlainCall, autocast_of, trains
 from ktft.model.layer_kind import Weights
@@ -210,7 +211,9 @@ class ReplayedLayer:
         if out.requires_grad and any(second.to_answer is not None for second in seconds):
             pairs = zip(seconds, parts, strict=True)
             grads = [torch.zeros_like(part.answer) if s.to_answer is None else s.to_answer for s, part in pairs]  # type: ignore[arg-type]
-            torch.autograd.backward([out], [grads[0] if len(grads) == 1 else torch.cat(grads)])
+            grad = grads[0] if len(grads) == 1 else torch.cat(grads)
+            if not go_back(out, grad):
+                torch.autograd.backward([out], [grad])
         asked = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         split = [[None] * len(parts) if leaf.grad is None else leaf.grad.split(_rows(parts)) for leaf in asked]
         return [list(own) for own in zip(*split, strict=True)] if split else [[] for _ in parts]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -10,19 +9,14 @@ from torch import Tensor
 
 from ktft.native.extension import DTYPES, core
 from ktft.native.machine import Runtime
-from ktft.native.tensors import address
+from ktft.native.tensors import address, check_memory
 
 ADAM_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def takes(tensor: Tensor) -> bool:
     """Whether `adamw` can update this parameter, which must be dense, contiguous, fp32 or bf16, and on the CPU."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
-        and tensor.dtype in ADAM_DTYPES
-        and tensor.is_contiguous()
-    )
+    return tensor.is_cpu and tensor.layout == torch.strided and tensor.dtype in ADAM_DTYPES and tensor.is_contiguous()
 
 
 def row_norms(runtime: Runtime, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -53,23 +47,26 @@ def row_bits(runtime: Runtime, tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(found.split([len(tensor) for tensor in tensors]))
 
 
-_known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
-"""The norms of rows by the id of a tensor, with the version of the tensor that they are of."""
+_NORMS = "_ktft_row_norms"
+"""The attribute of a tensor for the norms of its rows, with the version of the tensor that they are of."""
 
 
 def remember_row_norms(runtime: Runtime, tensors: Sequence[Tensor]) -> None:
     """Take the norms of the rows of each `[rows, ...]` now, for `known_row_norms`."""
     own = [each for each in tensors if takes(each) and each.numel()]
     for each, norms in zip(own, row_norms(runtime, [each.flatten(1) for each in own]), strict=True):
-        if id(each) not in _known:
-            weakref.finalize(each, _known.pop, id(each), None)
-        _known[id(each)] = weakref.ref(each), each._version, norms
+        note_row_norms(each, norms)
+
+
+def note_row_norms(tensor: Tensor, norms: Tensor) -> None:
+    """Remember the norms of a tensor's rows, which somebody else has taken."""
+    setattr(tensor, _NORMS, (tensor._version, norms))
 
 
 def known_row_norms(tensor: Tensor) -> Tensor | None:
-    """What `row_norms` gives for the tensor's rows, if that is known and the tensor has not changed since."""
-    known = _known.get(id(tensor))
-    return known[2] if known is not None and known[0]() is tensor and known[1] == tensor._version else None
+    """The norms of the tensor's rows, if they are known and the tensor has not changed since."""
+    version, norms = getattr(tensor, _NORMS, (None, None))
+    return norms if version == tensor._version else None
 
 
 def scale(runtime: Runtime, tensors: Sequence[Tensor], factor: float) -> None:
@@ -144,7 +141,8 @@ def adamw(
                 size=lr / (1 - beta1**step),
             )
         keep_alive.append(grad)
-        addresses = (address(tensor, "a tensor of AdamW") for tensor in (grad, param, exp_avg, exp_avg_sq))
+        check_memory(param, "a tensor of AdamW")
+        addresses = (tensor.data_ptr() for tensor in (grad, param, exp_avg, exp_avg_sq))
         tensors.append(core.AdamTensor(DTYPES[param.dtype], param.numel(), *addresses, scalars[step]))
     core.adam(runtime.handle, tensors)
     torch.autograd.graph.increment_version((*params, *exp_avgs, *exp_avg_sqs))

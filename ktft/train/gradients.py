@@ -18,7 +18,7 @@ from ktft.adapters.lora import KtftExpertsLora
 from ktft.checkpoint.families import GROUPS, group_of
 from ktft.model.experts import experts_family
 from ktft.native import Runtime
-from ktft.native.optim import known_row_norms, row_norms, scale, takes
+from ktft.native.optim import known_row_norms, note_row_norms, row_norms, scale, takes
 from ktft.ranks.group import Ranks
 from ktft.ranks.sharded import is_sharded, local
 
@@ -87,18 +87,21 @@ class GradientWatch:
             return
         gradients = [(each, each.parameter.grad) for each in self._complete.values()]
         pairs = [(each, gradient) for each, gradient in gradients if gradient is not None]
-        known = {e.name: known_row_norms(gradient) for e, gradient in pairs if e.layer is not None}
-        rows = {e.name: e.rows(gradient) for e, gradient in pairs if known.get(e.name) is None}
-        found = dict(zip(rows, norms(self._runtime, list(rows.values())), strict=True))
+        unknown = [(each, gradient) for each, gradient in pairs if known_row_norms(gradient) is None]
+        found = norms(self._runtime, [each.rows(gradient) for each, gradient in unknown])
+        for (_, gradient), own in zip(unknown, found, strict=True):
+            note_row_norms(gradient, own)
         # In the order of backward
-        self._norms = {e.name: found[e.name] if e.name in found else known[e.name] for e, _ in pairs}  # type: ignore[misc]
+        self._norms = {each.name: known_row_norms(gradient) for each, gradient in pairs}  # type: ignore[misc]
 
-    def take(self) -> dict[str, Tensor]:
-        """Name -> norms on the CPU, `[experts]` or `[1]`, of the gradients since the last call."""
+    def take(self, scale: float = 1.0) -> dict[str, Tensor]:
+        """Name -> norms on the CPU, `[experts]` or `[1]`, of the gradients since the last call, which have this factor
+        of a gradient scaler.
+        """
         self.measure()
-        taken, self._norms = self._norms, None
+        taken, self._norms = self._norms or {}, None
         self._complete.clear()
-        return taken or {}
+        return taken if scale == 1 else {name: norm / scale for name, norm in taken.items()}
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -176,12 +179,12 @@ def clip_grad_norm(
     known = [known_row_norms(grad) for grad in grads]
     others = norms(runtime, [grad.reshape(1, -1) for grad, own in zip(grads, known, strict=True) if own is None])
     rest = iter(others)
-    squares = [((next(rest) if own is None else own).double() ** 2).sum() for own in known]
     # Of parameters that every rank has, of those split over all ranks, and of those in pieces that replicas have too
-    here = torch.zeros(3, dtype=torch.float64)
-    for (parameter, _), square in zip(found, squares, strict=True):
+    parts: list[list[Tensor]] = [[], [], []]
+    for (parameter, _), own in zip(found, known, strict=True):
         divided = id(parameter) in split or is_sharded(parameter)
-        here[1 if divided else 2 if id(parameter) in pieces else 0] += square
+        parts[1 if divided else 2 if id(parameter) in pieces else 0].append(next(rest) if own is None else own)
+    here = torch.stack([torch.cat([torch.zeros(1), *part]).double().square().sum() for part in parts])
     if ranks is not None:
         here[1:] = ranks.sum(here[1:].clone())
         here[2] /= ranks.dp_size

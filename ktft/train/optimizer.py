@@ -92,8 +92,8 @@ class AdamW(torch.optim.AdamW):
             with adapters_at_rest():
                 for update in self._updates(group, now, max(len(now), 1)):
                     update()
-            for update in self._updates(group, later, _TOGETHER, self.grad_factor):
-                write_later(update.args[0], update)
+            if later:
+                write_later([(each.args[0], each) for each in self._updates(group, later, _TOGETHER, self.grad_factor)])
             self._step_in_torch(group, [p for p in group["params"] if not takes(local(p))])
         self.grad_factor = 1.0
         return loss

@@ -20,7 +20,7 @@ from ktft.adapters.tensor_parallel import shards_of
 from ktft.config import trace_file
 from ktft.dense.embedding import HostEmbedding, to_device, to_host
 from ktft.lanes.lanes import Lanes
-from ktft.lanes.record import Record
+from ktft.lanes.record import Record, reached_by
 from ktft.late import settle
 from ktft.model.experts import find_experts, layer_number
 from ktft.native import Runtime
@@ -42,7 +42,7 @@ from ktft.train.run_report import JSON_NAME, RunReport
 from ktft.train.run_times import OwnTimes, Since, memory_now, times_of
 from ktft.train.step_order import TOKENS, StepOrder
 from ktft.train.trace import Trace
-from ktft.train.unchanged import CountedOnce
+from ktft.train.unchanged import WalkedOnce
 
 FINISHED = "finished"
 _KNOWN = ("transformers", "llamafactory", "ktft")
@@ -67,7 +67,7 @@ class Run:
     report: RunReport
     attention: AttentionSpans
     trace: Trace | None
-    counted: CountedOnce
+    walked: WalkedOnce
     runtime: Runtime
     loss_in_chunks: LossInChunks
     embedding: HostEmbedding | None
@@ -112,7 +112,7 @@ class Run:
             report=RunReport(facts, list(map(layer_number, experts)), tokens),
             attention=AttentionSpans(model),
             trace=trace,
-            counted=CountedOnce(model),
+            walked=WalkedOnce(model),
             runtime=runtime,
             loss_in_chunks=LossInChunks(model, args, told=True),
             embedding=embedding,
@@ -145,10 +145,10 @@ class Run:
         if self.watch.on:
             scaler = getattr(optimizer, "scaler", None)
             scale = float(scaler.get_scale()) if scaler is not None else 1.0
-            norms = {name: norm / scale for name, norm in self.watch.take().items()}
+            norms = self.watch.take(scale)
             whole = with_shards(self.ranks, norms, self.shards)
             self.norms, self.norms_step = group_norms(whole, self.guards.parameters), number
-            reached = {name: record.reached for name, record in self.records.items()}
+            reached = reached_by(self.records)
             loss = None if self.loss is None else float(self.loss)
             loss = over_ranks(self.ranks, loss, self.norms, self.shared)
             groups = None if self.ranks is None else self.norms
@@ -212,7 +212,7 @@ class Run:
         if self.trace is not None:
             self.trace.close()
         self.attention.close()
-        self.counted.close()
+        self.walked.close()
         self.loss_in_chunks.close()
         self.watch.close()
         restore(model)
@@ -382,7 +382,8 @@ def clip_gradients(original: Callable[..., Any], trainer: Any, model: nn.Module)
     trainer.accelerator.unscale_gradients()
     pieces = {id(each.parameter) for name, each in run.guards.parameters.items() if name in run.shards}
     most = trainer.args.max_grad_norm
-    total, factor = clip_grad_norm(model.parameters(), most, run.runtime, run.ranks, run.split, pieces, later=run.later)
+    trained = [each.parameter for each in run.guards.parameters.values()]
+    total, factor = clip_grad_norm(trained, most, run.runtime, run.ranks, run.split, pieces, later=run.later)
     if run.later:
         trainer.optimizer.optimizer.grad_factor = factor
     return total

@@ -31,7 +31,7 @@ from ktft.ranks.group import Ranks
 from ktft.ranks.sharded import is_divided
 from ktft.system import available_memory, readable
 from ktft.train.loss import loss_room
-from ktft.train.unchanged import training_mode
+from ktft.train.unchanged import TrainingMode
 
 _logger = logging.getLogger("ktft")
 TOKENS = "_ktft_tokens_together"
@@ -55,6 +55,7 @@ class StepOrder:
 
     def __init__(self, trainer: Any, together: Ranks | None) -> None:
         self._experts = list(find_experts(trainer.model).values())
+        self._training = TrainingMode(trainer.model_wrapped)
         self.layers: LayerOrder | None = None
         self._lanes = next((each.laned.lanes for each in self._experts if each.laned is not None), None)
         self._alone = False  # whether the layers also run one micro-batch
@@ -115,7 +116,7 @@ class StepOrder:
             with self._lockstep.random_numbers(states[0]):
                 return works[0]()
         # DDP's graph ends at each layer
-        with trainer.accelerator.no_sync(trainer.model_wrapped), training_mode(trainer.model_wrapped):
+        with trainer.accelerator.no_sync(trainer.model_wrapped), self._training.kept():
             return torch.stack(self.layers.run(works, states)).sum()
 
     def _set_place(self, place: StepPlace | None) -> None:

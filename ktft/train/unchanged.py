@@ -1,4 +1,7 @@
-"""What a Trainer does anew for each micro-batch though nothing has changed: walks over all modules of a model."""
+"""What a Trainer does anew for each step or micro-batch though nothing has changed: walks over all modules of a model.
+
+Nothing adds or removes modules or parameters while a run trains.
+"""
 
 from __future__ import annotations
 
@@ -9,41 +12,65 @@ from typing import Any
 
 from torch import nn
 
+from ktft.ranks.sharded import is_divided
 
-class CountedOnce:
-    """Lets a model count its parameters once, until `close`. transformers does so for the FLOPs of each micro-batch.
 
-    Nothing adds or removes parameters meanwhile.
+class WalkedOnce:
+    """Lets a model count its parameters once, and drop gradients without a walk, until `close`.
+
+    transformers counts parameters for the FLOPs of each micro-batch.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._models = [each for each in model.modules() if hasattr(type(each), "num_parameters")]
-        for each in self._models:
-            each.__dict__["num_parameters"] = functools.cache(_counting(each))
+        self._model = model
+        self._counting = [each for each in model.modules() if hasattr(type(each), "num_parameters")]
+        for each in self._counting:
+            each.__dict__["num_parameters"] = functools.cache(_counter(each))
+        if not is_divided(model):  # FSDP2 gives modules other parameters while they are gathered
+            model.__dict__["zero_grad"] = functools.partial(_zero_grad, model, list(model.parameters()))
 
     def close(self) -> None:
-        for each in self._models:
+        for each in self._counting:
             each.__dict__.pop("num_parameters", None)
+        self._model.__dict__.pop("zero_grad", None)
 
 
-def _counting(model: Any) -> Any:
+def _counter(model: Any) -> Any:
     return model.num_parameters
 
 
-@contextlib.contextmanager
-def training_mode(model: nn.Module) -> Iterator[None]:
-    """A block in which a model is in training mode, whatever asks for that again."""
-    model.train()
+def _zero_grad(model: nn.Module, parameters: list[nn.Parameter], set_to_none: bool = True) -> None:
+    """`torch.nn.Module.zero_grad`."""
+    if not set_to_none:
+        type(model).zero_grad(model, set_to_none)
+        return
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = None
 
-    def train(mode: bool = True) -> nn.Module:
-        if not mode:
-            del model.__dict__["train"]
-            return model.train(mode)
-        return model
 
-    own: dict[str, Any] = model.__dict__
-    own["train"] = train
-    try:
-        yield
-    finally:
-        own.pop("train", None)
+class TrainingMode:
+    """Puts a model into training mode, and keeps it there whatever asks for that again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._modules = model, list(model.modules())
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """A block in which the model is in training mode."""
+        model = self._model
+        if not all(module.training for module in self._modules):
+            model.train()
+
+        def train(mode: bool = True) -> nn.Module:
+            if not mode:
+                del model.__dict__["train"]
+                return model.train(mode)
+            return model
+
+        own: dict[str, Any] = model.__dict__
+        own["train"] = train
+        try:
+            yield
+        finally:
+            own.pop("train", None)

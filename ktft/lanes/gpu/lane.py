@@ -10,10 +10,9 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +21,9 @@ from ktft.config import LANE_BYTES, PROJECTIONS
 from ktft.device import device_of
 from ktft.lanes.decide.placer import Coming
 from ktft.lanes.gpu.buffers import Buffers, ChunkLayout
+from ktft.lanes.gpu.chunks import Chunk, DecodedChunk, ResidentBlocks, cut, kernels_of
 from ktft.lanes.gpu.graphs import Recorded
-from ktft.lanes.gpu.rings import RingPlace, Source
+from ktft.lanes.gpu.rings import RingPlace
 from ktft.lanes.gpu.transfer import transfer
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, decode, place
 from ktft.lanes.ops.interface import by_triton
@@ -36,37 +36,6 @@ from ktft.system import readable
 
 CHUNK_BYTES = 320 << 20
 """The most packed bytes of a chunk. Larger chunks mean fewer kernels for the host to launch in each layer."""
-
-
-class ResidentBlocks(Protocol):
-    """What a lane must know of the experts that stay on its device; see `ktft.lanes.gpu.residents.Residents`."""
-
-    arrived: Any
-
-    @property
-    def bytes(self) -> int: ...
-
-    def slots(self, layer: ExpertLayer) -> dict[int, int]: ...
-
-    def sources(self, layer: ExpertLayer) -> list[Source]: ...
-
-
-@dataclass
-class Chunk:
-    """Experts that are decoded and multiplied together.
-
-    Attributes:
-        layout: their layer's.
-        slots: their blocks among the residents; None if they are streamed.
-        packed: where their packed bytes are copied to, once that has begun; None for residents.
-        adapters: likewise their LoRA.
-    """
-
-    layout: ChunkLayout
-    experts: list[int]
-    slots: list[int] | None = None
-    packed: RingPlace | None = None
-    adapters: RingPlace | None = None
 
 
 class GpuLane:
@@ -99,6 +68,10 @@ class GpuLane:
         self._buffers = Buffers(self.transfer, chunk_bytes, limit)
         self._recorded = Recorded(device, on=by_triton(device))
         self._ahead: list[Chunk] = []  # prefetched
+        # Layers whose experts are all resident: what their chunks depend on, and these
+        self._whole: weakref.WeakKeyDictionary[ExpertLayer, tuple[ChunkLayout, int, list[Chunk]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._returning: list[Tensor] = []  # copies may be writing them, so nobody else may get their memory
         self.used, self._made, self._arrived, self._returned = (self.transfer.event() for _ in range(4))
         self.mutex = threading.RLock()
@@ -119,6 +92,11 @@ class GpuLane:
         """The layer's experts that stay on the device, each with the number of its block."""
         with self.mutex:
             return dict(self._held(layer))
+
+    def streams(self, layer: ExpertLayer) -> int:
+        """The number of the layer's experts that do not stay on the device."""
+        with self.mutex:
+            return layer.num_experts - len(self._held(layer))
 
     def lock(self, layers: Iterable[ExpertLayer], progress: Callable[[str, int], None] | None = None) -> bool:
         """Lock the layers' packed experts in place, at some GB a second. Otherwise each layer's first call does this.
@@ -228,10 +206,10 @@ class GpuLane:
         of another layer drops them all. `lora` are the adapters of that call, of which nothing is copied yet.
         """
         with self.using(layer, "prefetch"):
-            if self._ahead:
+            if self._ahead or not self.streams(layer):
                 return
             layout, held = self._layout(layer, lora), self._held(layer)
-            chunks = _cut(layout, sorted(e for e in experts if e not in held))
+            chunks = cut(layout, sorted(e for e in experts if e not in held))
             for chunk in itertools.islice(chunks, len(layout.packed)):
                 chunk.packed = self._buffers.packed.fill(layout.packed, chunk.experts)
                 self._ahead.append(chunk)
@@ -262,18 +240,27 @@ class GpuLane:
         chunks = self._cut_up(layer, self._layout(layer, lora), experts, routes.counts)
         limit = piece_rows(layer.hidden_size, layer.intermediate_size)
         rows = lay_out(routes, [chunk.experts for chunk in chunks], limit)
-        for (own, weights, adapters), chunk_rows in zip(self.decoded(layer, chunks, lora), rows, strict=True):
-            yield own, (weights, adapters, chunk_rows)
+        for decoded, chunk_rows in zip(self.decoded(layer, chunks, lora), rows, strict=True):
+            yield decoded.experts, (decoded.weights, decoded.adapters, chunk_rows)
 
     def all_chunks(self, layer: ExpertLayer, lora: ExpertLora | None) -> list[Chunk]:
         """All experts of a layer in chunks, for `decoded`. Call it within `using`."""
-        return self._cut_up(layer, self._layout(layer, lora), range(layer.num_experts), [1] * layer.num_experts)
+        layout, residents = self._layout(layer, lora), self.residents
+        if self._ahead or residents is None or self.streams(layer):
+            return self._cut_up(layer, layout, range(layer.num_experts), [1] * layer.num_experts)
+        known = self._whole.get(layer)
+        if known is None or known[0] is not layout or known[1] != residents.moved:
+            chunks = self._cut_up(layer, layout, range(layer.num_experts), [1] * layer.num_experts)
+            self._whole[layer] = known = layout, residents.moved, chunks
+        return [replace(chunk, adapters=None) for chunk in known[2]]
 
     def decoded(
-        self, layer: ExpertLayer, chunks: Sequence[Chunk], lora: ExpertLora | None
-    ) -> Iterator[tuple[list[int], ChunkWeights, ExpertLora | None]]:
-        """Each chunk's experts, its decoded weights, and its adapters on the device. Call it within `using`, and queue
-        a chunk's products before asking for the next one.
+        self, layer: ExpertLayer, chunks: Sequence[Chunk], lora: ExpertLora | None, fuse: bool = False
+    ) -> Iterator[DecodedChunk]:
+        """Each chunk's decoded weights and its adapters on the device. Call it within `using`, and queue a chunk's
+        products before asking for the next one.
+
+        `fuse` leaves the decoding of residents to the caller, who does it in one launch with the products.
         """
         compute = self.transfer.compute()
         waiting = map(self._begun, chunks)  # a chunk's copies begin when it is asked for
@@ -281,10 +268,26 @@ class GpuLane:
         coming = next(waiting, None)
         while coming is not None:
             now, coming = coming, next(waiting, None)
-            weights = self._decode(layer, now, compute)
-            yield now.experts, weights, self._place(now, lora, weights, compute)
+            found, fused = self._decode(layer, now, compute), fuse and now.packed is None
+            if not fused:
+                self._finish(found, now.packed, compute)
+            if lora is not None and now.adapters is not None:
+                now.adapters.wait(compute)
+                found.adapters = self._place(now, now.adapters, lora, found)
+                if not fused:
+                    self._finish(found, now.adapters, compute)
+            yield found
+            if fused:
+                self._finish(found, now.adapters, compute)
         self._arrived.record(self.transfer.into)
         self.used.record(compute)
+
+    def _finish(self, decoded: DecodedChunk, place: RingPlace | None, compute: object) -> None:
+        """Do what is left for a chunk, and give back the place that it was copied to."""
+        while decoded.left:
+            self._recorded.run(*decoded.left.pop(0))
+        if place is not None:
+            place.buffer.free.record(compute)
 
     def _begun(self, chunk: Chunk) -> Chunk:
         """The chunk, whose copies have begun."""
@@ -305,10 +308,10 @@ class GpuLane:
         self._buffers.packed.turn_back(len(self._ahead) - len(ahead))
         self._ahead.clear()
         left, held = set(experts).difference(*(chunk.experts for chunk in ahead)), self._held(layer)
-        residents = list(_cut(layout, sorted(e for e in left if e in held)))
+        residents = list(cut(layout, sorted(e for e in left if e in held)))
         for chunk in residents:
             chunk.slots = [held[expert] for expert in chunk.experts]
-        return [*ahead, *residents, *_cut(layout, sorted(e for e in left if e not in held))]
+        return [*ahead, *residents, *cut(layout, sorted(e for e in left if e not in held))]
 
     def _layout(self, layer: ExpertLayer, lora: ExpertLora | None) -> ChunkLayout:
         return self._buffers.layout(layer, lora, self.residents.sources if self.residents is not None else None)
@@ -316,7 +319,7 @@ class GpuLane:
     def _held(self, layer: ExpertLayer) -> dict[int, int]:
         return self.residents.slots(layer) if self.residents is not None else {}
 
-    def _decode(self, layer: ExpertLayer, chunk: Chunk, compute: object) -> ChunkWeights:
+    def _decode(self, layer: ExpertLayer, chunk: Chunk, compute: object) -> DecodedChunk:
         layout, count, packed = chunk.layout, len(chunk.experts), chunk.packed
         weights = layout.decoded(count)
         if packed is not None:
@@ -326,25 +329,15 @@ class GpuLane:
             self.residents.arrived.wait(compute)
             packed = self._buffers.gathered.gather(layout.gathered, chunk.slots)
         work = partial(decode, layer.format, layout.slices, packed.first(count), weights)
-        self._recorded.run(_key(layout, count, packed), work)
-        if chunk.packed is not None:
-            packed.buffer.free.record(compute)
-        return weights
+        return DecodedChunk(chunk.experts, weights, left=[kernels_of(chunk, packed, work)])
 
-    def _place(
-        self, chunk: Chunk, lora: ExpertLora | None, weights: ChunkWeights, compute: object
-    ) -> ExpertLora | None:
+    def _place(self, chunk: Chunk, adapters: RingPlace, lora: ExpertLora, decoded: DecodedChunk) -> ExpertLora:
         """Write a chunk's adapters beside its weights; returns the adapters on the device."""
-        if lora is None or chunk.adapters is None:
-            return None
-        chunk.adapters.wait(compute)
-        count = len(chunk.experts)
-        views = iter(chunk.adapters.first(count))
+        views = iter(adapters.first(len(chunk.experts)))
         scalings = {name: lora.pairs[name].scaling for name in PROJECTIONS if name in lora.pairs}
         own = replace(lora, pairs={name: LoraPair(next(views), next(views), each) for name, each in scalings.items()})
-        key = _key(chunk.layout, count, chunk.adapters, lora.dropout, *scalings.values())
-        self._recorded.run(key, partial(place, own, weights))
-        chunk.adapters.buffer.free.record(compute)
+        work = partial(place, own, decoded.weights)
+        decoded.left.append(kernels_of(chunk, adapters, work, lora.dropout, *scalings.values()))
         return own
 
     def give_back(self, experts: list[int], grads: Sequence[Tensor], lora_grads: Sequence[Tensor]) -> None:
@@ -413,17 +406,3 @@ def adapters_at_rest() -> Iterator[None]:
             held.enter_context(lane.mutex)
             lane.settle()
         yield
-
-
-def _cut(layout: ChunkLayout, experts: Sequence[int]) -> Iterator[Chunk]:
-    """Cut experts into chunks of about the same size."""
-    count = -(-len(experts) // layout.capacity)
-    for i in range(count):
-        yield Chunk(layout, list(experts[len(experts) * i // count : len(experts) * (i + 1) // count]))
-
-
-def _key(layout: ChunkLayout, experts: int, source: RingPlace, *numbers: float) -> Hashable:
-    """Everything that a chunk's kernels depend on; None for a chunk that is not full, whose kernels are not worth being
-    recorded because its number of experts changes often.
-    """
-    return (layout.kind, source.addresses, *numbers) if experts == layout.capacity else None

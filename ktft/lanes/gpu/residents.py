@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ktft.device import device_of
@@ -31,8 +31,7 @@ MARGIN = 1.25
 class _Layer:
     sources: list[Source]  # its packed experts in host memory, one for each slice
     slots: dict[int, int]  # the block of each resident expert
-    share: torch.Tensor  # each expert's share of the layer's tokens, a running mean over steps
-    counted: torch.Tensor  # each expert's tokens in this step
+    rows: slice  # its experts among those of all layers
 
 
 def free_for_residents(lane: GpuLane) -> int:
@@ -68,11 +67,17 @@ class Residents:
     def __init__(self, lane: GpuLane, budget: int, layers: Sequence[ExpertLayer]) -> None:
         self._lane, self._transfer = lane, lane.transfer
         self._layers: weakref.WeakKeyDictionary[ExpertLayer, _Layer] = weakref.WeakKeyDictionary()
+        self._experts: list[tuple[weakref.ref[ExpertLayer], int]] = []  # of all layers, in their order
         for layer in layers:
             locked = self._transfer.locks.layer(layer)
             sources = [Source(s.address, (s.expert_bytes,), torch.uint8, locked) for s in layer.slices()]
-            zeros = torch.zeros(layer.num_experts)
-            self._layers[layer] = _Layer(sources, {}, zeros, zeros.clone())
+            rows = slice(len(self._experts), len(self._experts) + layer.num_experts)
+            self._layers[layer] = _Layer(sources, {}, rows)
+            self._experts += [(weakref.ref(layer), expert) for expert in range(layer.num_experts)]
+        # By expert of all layers: its share of its layer's tokens, a running mean over steps; its tokens in this step;
+        # and whether it is resident
+        self._share, self._counted = (np.zeros(len(self._experts), np.float32) for _ in range(2))
+        self._is_resident = np.zeros(len(self._experts), bool)
         block = max((sum(source.bytes for source in part.sources) for part in self._layers.values()), default=0)
         self._block_bytes = -(-block // ALIGNMENT) * ALIGNMENT
         count = min(budget // max(1, self._block_bytes), sum(layer.num_experts for layer in layers))
@@ -108,17 +113,17 @@ class Residents:
     def start(self, expert_tokens: Mapping[ExpertLayer, Sequence[float]]) -> None:
         """Fill the arena by the tokens of each expert that an earlier run counted, as in its training report."""
         for layer, tokens in expert_tokens.items():
-            part = self._layers[layer]
-            if len(tokens) != len(part.share):
+            rows = self._layers[layer].rows
+            if len(tokens) != layer.num_experts:
                 raise ValueError(
-                    f"{layer.name} has {len(part.share)} experts, the earlier run's counts are of {len(tokens)}"
+                    f"{layer.name} has {layer.num_experts} experts, the earlier run's counts are of {len(tokens)}"
                 )
-            part.share = torch.tensor(tokens, dtype=torch.float32) / max(1, sum(tokens))
+            self._share[rows] = np.asarray(tokens, np.float32) / max(1, sum(tokens))
         self._replace(0, asked=True)
 
     def observe(self, layer: ExpertLayer, counts: Sequence[int]) -> None:
         """Count the tokens that each expert got in a micro-batch."""
-        self._layers[layer].counted += torch.tensor(counts, dtype=torch.float32)
+        self._counted[self._layers[layer].rows] += np.asarray(counts, np.float32)
 
     def adapt(self, allowed: int | None = None) -> int:
         """Call this once a step: fill free blocks, and let experts with many tokens take the places of those with few.
@@ -127,10 +132,10 @@ class Residents:
         take others' places; by default it is a share of what the step copied.
         """
         for part in self._layers.values():
-            if total := float(part.counted.sum()):
-                now = part.counted / total
-                part.share = DECAY * part.share + (1 - DECAY) * now if part.share.any() else now
-                part.counted = torch.zeros_like(now)
+            counted, share = self._counted[part.rows], self._share[part.rows]
+            if total := float(counted.sum()):
+                share[:] = DECAY * share + (1 - DECAY) * counted / total if share.any() else counted / total
+                counted[:] = 0
         if allowed is None:
             allowed = int(SHARE * (self._transfer.copied_bytes - self._before))
         moved = self._replace(max(allowed // self._block_bytes, 1 if allowed else 0))
@@ -142,38 +147,50 @@ class Residents:
 
         `asked`: only experts for which some token asked take free blocks.
         """
-        if not any(part.share.any() for part in self._layers.values()):
+        if not self._share.any() or self._is_resident.all():
             return 0
-        outside: list[tuple[float, int, ExpertLayer, int]] = []
-        inside: list[tuple[float, int, ExpertLayer, int]] = []
         with self._lane.mutex:
-            for number, (layer, part) in enumerate(self._layers.items()):
-                for expert, share in enumerate(part.share.tolist()):
-                    (inside if expert in part.slots else outside).append((share, number, layer, expert))
             # Equal shares go by the order of layers and experts. Those that no token asks for come last, but if there
             # is room for all of a layer, nobody needs to know whether one does
-            comers = heapq.nsmallest(len(self._free) + swaps, outside, key=lambda each: (-each[0], each[1], each[3]))
+            comers = self._sorted(~self._is_resident, -self._share)[: len(self._free) + swaps]
             if asked:
-                comers = [comer for comer in comers if comer[0] > 0]
+                comers = [comer for comer in comers if self._share[comer] > 0]
             # In the order of experts, so that neighbours are copied together
-            first = sorted(comers[: len(self._free)], key=lambda each: (each[1], each[3]))
-            coming = [(layer, expert, self._free.pop()) for _, _, layer, expert in first]
-            goers = heapq.nsmallest(swaps, inside, key=lambda each: (each[0], each[1], each[3]))
-            for (share, _, layer, expert), (held, _, other, out) in zip(comers[len(coming) :], goers, strict=False):
-                if share <= MARGIN * held:
+            coming = [(comer, self._free.pop()) for comer in sorted(comers[: len(self._free)])]
+            goers = self._sorted(self._is_resident, self._share)[:swaps]
+            for comer, goer in zip(comers[len(coming) :], goers, strict=False):
+                if self._share[comer] <= MARGIN * self._share[goer]:
                     break
-                coming.append((layer, expert, self._layers[other].slots.pop(out)))
+                layer, expert = self._expert(goer)
+                self._is_resident[goer] = False
+                coming.append((comer, self._layers[layer].slots.pop(expert)))
             return self._bring(coming)
 
-    def _bring(self, coming: Sequence[tuple[ExpertLayer, int, int]]) -> int:
+    @staticmethod
+    def _sorted(chosen: np.ndarray, by: np.ndarray) -> list[int]:
+        """The numbers of the chosen experts of all layers, in the order of what they have in `by`."""
+        numbers = np.flatnonzero(chosen)
+        found: list[int] = numbers[np.argsort(by[numbers], kind="stable")].tolist()
+        return found
+
+    def _expert(self, number: int) -> tuple[ExpertLayer, int]:
+        """The layer and the number in it, of an expert of all layers."""
+        layer, expert = self._experts[number]
+        found = layer()
+        assert found is not None  # whoever asks has the layer
+        return found, expert
+
+    def _bring(self, coming: Sequence[tuple[int, int]]) -> int:
         """Copy experts to their blocks, as soon as the products no longer read these."""
         moved = 0
         self._lane.used.wait(self._transfer.into)
-        for layer, expert, slot in coming:
+        for number, slot in coming:
+            layer, expert = self._expert(number)
             part = self._layers[layer]
             self._transfer.copy_in([expert], self._blocks(part, slot))
             moved += row_bytes(part.sources)
             part.slots[expert] = slot
+            self._is_resident[number] = True
         if coming:
             self.arrived.record(self._transfer.into)
         self.moved += len(coming)

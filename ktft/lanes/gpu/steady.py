@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktft.lanes.gpu.chunks import Chunk
 from ktft.lanes.gpu.graphs import Recorded
-from ktft.lanes.gpu.lane import Chunk, GpuLane
+from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, is_grouped
 from ktft.lanes.ops.interface import by_triton
 from ktft.lanes.ops.weights import ChunkWeights
@@ -142,12 +143,11 @@ class SteadyLane:
         """
         with self._lane.using(layer, "forward"), torch.inference_mode(False), torch.no_grad():
             memory, chunks, key = self._begun(layer, hidden, top_k_index, top_k_weights, lora)
-            for number, (_, weights, own) in enumerate(self._lane.decoded(layer, chunks, lora)):
-                rows = self._rows(memory, key[1], number)
-                work = partial(
-                    chunk_forward, weights, own, rows, memory.hidden, memory.weights, layer.swiglu, memory.total
-                )
-                self._recorded.run(self._key("forward", layer, chunks[number], own, number, key), work)
+            for number, decoded in enumerate(self._lane.decoded(layer, chunks, lora, fuse=True)):
+                rows, own = self._rows(memory, key[1], number), decoded.adapters
+                given = decoded.weights, own, rows, memory.hidden, memory.weights, layer.swiglu, memory.total
+                whole = self._key("forward", layer, chunks[number], own, number, key)
+                decoded.run(self._recorded, whole, partial(chunk_forward, *given))
             return memory.total.to(hidden.dtype, copy=True)
 
     def backward(
@@ -175,12 +175,14 @@ class SteadyLane:
         with self._lane.using(layer, "backward"), torch.inference_mode(False), torch.no_grad():
             memory, chunks, key = self._begun(layer, hidden, top_k_index, top_k_weights, lora)
             memory.grad_output.copy_(grad_output)
-            for number, (experts, weights, own) in enumerate(self._lane.decoded(layer, chunks, lora)):
+            for number, decoded in enumerate(self._lane.decoded(layer, chunks, lora, fuse=True)):
+                own = decoded.adapters
                 buffer, returned = self._buffer(number, own)
                 returned.wait(self._lane.transfer.compute())
-                work = partial(_backward, weights, own, self._rows(memory, key[1], number), layer, memory, buffer)
-                self._recorded.run(self._key("backward", layer, chunks[number], own, number, key), work)
-                self._lane.give_back(experts, _views(buffer, own), lora_grads)
+                rows = self._rows(memory, key[1], number)
+                work = partial(_backward, decoded.weights, own, rows, layer, memory, buffer)
+                decoded.run(self._recorded, self._key("backward", layer, chunks[number], own, number, key), work)
+                self._lane.give_back(decoded.experts, _views(buffer, own), lora_grads)
                 returned.record(self._lane.transfer.out)
             return memory.total.to(hidden.dtype, copy=True), memory.grad_weights.clone()
 

@@ -1,0 +1,97 @@
+"""A layer's experts in chunks, which a lane decodes and multiplies together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from ktft.lanes.gpu.buffers import ChunkLayout
+from ktft.lanes.gpu.graphs import Recorded
+from ktft.lanes.gpu.rings import RingPlace, Source
+from ktft.lanes.ops.weights import ChunkWeights
+from ktft.lora import ExpertLora
+from ktft.native import ExpertLayer
+
+
+class ResidentBlocks(Protocol):
+    """What a lane must know of the experts that stay on its device; see `ktft.lanes.gpu.residents.Residents`."""
+
+    arrived: Any
+    moved: int
+
+    @property
+    def bytes(self) -> int: ...
+
+    def slots(self, layer: ExpertLayer) -> dict[int, int]: ...
+
+    def sources(self, layer: ExpertLayer) -> list[Source]: ...
+
+
+@dataclass
+class Chunk:
+    """Experts that are decoded and multiplied together.
+
+    Attributes:
+        layout: their layer's.
+        slots: their blocks among the residents; None if they are streamed.
+        packed: where their packed bytes are copied to, once that has begun; None for residents.
+        adapters: likewise their LoRA.
+    """
+
+    layout: ChunkLayout
+    experts: list[int]
+    slots: list[int] | None = None
+    packed: RingPlace | None = None
+    adapters: RingPlace | None = None
+
+
+def cut(layout: ChunkLayout, experts: Sequence[int]) -> Iterator[Chunk]:
+    """Cut experts into chunks of about the same size."""
+    count = -(-len(experts) // layout.capacity)
+    for i in range(count):
+        yield Chunk(layout, list(experts[len(experts) * i // count : len(experts) * (i + 1) // count]))
+
+
+class Kernels(NamedTuple):
+    """Kernels of a chunk, and everything that they depend on; None if they are not worth being recorded."""
+
+    key: Hashable
+    run: Callable[[], None]
+
+
+def kernels_of(chunk: Chunk, source: RingPlace, run: Callable[[], None], *numbers: float) -> Kernels:
+    """Kernels that read a chunk's bytes in one of its places. A chunk that is not full is not worth being recorded,
+    because its number of experts changes often.
+    """
+    full = len(chunk.experts) == chunk.layout.capacity
+    return Kernels((chunk.layout.kind, source.addresses, *numbers) if full else None, run)
+
+
+@dataclass
+class DecodedChunk:
+    """A chunk's weights, and its adapters on the device.
+
+    Attributes:
+        left: what is left to do before they are there.
+    """
+
+    experts: list[int]
+    weights: ChunkWeights
+    adapters: ExpertLora | None = None
+    left: list[Kernels] = field(default_factory=list)
+
+    def run(self, recorded: Recorded, key: Hashable, work: Callable[[], None]) -> None:
+        """Do what is left, and work that needs the weights, as one; `key` as of `Kernels`."""
+        left, self.left = self.left, []
+        if not left:
+            recorded.run(key, work)
+            return
+        keys = [key, *(each.key for each in left)]
+
+        def together() -> None:
+            for each in left:
+                each.run()
+            work()
+
+        recorded.run(None if None in keys else tuple(keys), together)
