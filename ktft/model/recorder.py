@@ -34,6 +34,9 @@ class LayerRecorder:
         layers: the model's.
         lockstep: runs the micro-batches that go together.
         record: whether to record, on a device that can.
+
+    Attributes:
+        joined: whether calls by these recordings can be joined, as far as `ReplayedLayer.may_be` was asked.
     """
 
     def __init__(self, layers: Sequence[nn.Module], lockstep: Lockstep, record: bool = True) -> None:
@@ -48,6 +51,7 @@ class LayerRecorder:
         self._pools: dict[int, Any] = {}
         self._keys: dict[tuple[object, ...], tuple[int, int, int]] = {}
         self._refused: set[object] = set()
+        self.joined: dict[tuple[Recording, ...], bool] = {}
 
     @property
     def bytes(self) -> int:

@@ -149,6 +149,7 @@ class Recording:
 
     Attributes:
         draws: whether playing it back draws random numbers; None before it was tried.
+        seconds: the second pass, by the outputs that gradients come to.
     """
 
     def __init__(self, kind: SharedWeights, weights: Weights, given: Sequence[Any], spec: Any, pool: Any) -> None:
@@ -156,7 +157,8 @@ class Recording:
         self._device = device_of(kind.tensors[0].device)
         self.given = [_memory(each) if isinstance(each, Tensor) else each for each in given]
         self._held: list[tuple[Tensor, int] | None] = [None] * len(given)
-        self._seconds: dict[tuple[bool, ...], Second] = {}
+        self._taken = [at for at, each in enumerate(given) if isinstance(each, Tensor)]
+        self.seconds: dict[tuple[bool, ...], Second] = {}
         self.checked: set[Weights] = {weights}
         self.draws: bool | None = None
         kind.hold(weights)
@@ -169,21 +171,19 @@ class Recording:
         after the first of them.
         """
         with torch.no_grad():
-            for at, (mine, theirs) in enumerate(zip(self.given, given, strict=True)):
-                if not isinstance(mine, Tensor):
-                    continue
-                held = self._held[at]
+            for at in self._taken:
+                held, theirs = self._held[at], given[at]
                 if held is None or held[0] is not theirs or held[1] != theirs._version:
-                    mine.copy_(theirs)
+                    self.given[at].copy_(theirs)
                     self._held[at] = None if theirs.requires_grad else (theirs, theirs._version)
 
     def second(self, weights: Weights, reached: tuple[bool, ...]) -> Second:
         """The second pass, if gradients come to these of the outputs."""
-        if reached not in self._seconds:
+        if reached not in self.seconds:
             self.kind.hold(weights)
             self._record_second(weights, reached, rehearse=True)
-            self._seconds[reached] = self._record_second(weights, reached)
-        return self._seconds[reached]
+            self.seconds[reached] = self._record_second(weights, reached)
+        return self.seconds[reached]
 
     def run_plain(self, weights: Weights, layer: nn.Module, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """What a layer gives to its experts, and its outputs, kernel by kernel, with the answer that is in memory."""

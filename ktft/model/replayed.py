@@ -53,11 +53,10 @@ class ReplayedCall:
         self.random = recorder.lockstep.random_state()
         self.lists = collected.lists()
         self.second: Second | None = None
-        self._number, self._spec, self.before = number, spec, self.random
+        self.number, self._spec, self.before = number, spec, self.random
         self._contexts = list(autocast_of(given))
         self._marks = {key: len(found) for key, found in self.lists.items()}
         self.results: list[Any] = []
-        self._device = device_of(self.recording.kind.tensors[0].device)
 
     @property
     def reached(self) -> bool:
@@ -76,12 +75,14 @@ class ReplayedCall:
         one.
         """
         reached = tuple(leaf.grad is not None for leaf in self.results)
+        self.random, self.second = self.before, self.recording.seconds.get(reached)
+        if self.second is not None:
+            return True
         with ExitStack() as stack:
             stack.enter_context(self.recorder.lockstep.standing_for(self.link))  # a layer that is run here
             for context in self._contexts:
                 stack.enter_context(context())
             self.second = self.recorder.second(self.layer, self.weights, self.recording, reached)
-        self.random = self.before
         return self.second is not None
 
     def begin(self, graphs: Sequence[Any]) -> None:
@@ -92,14 +93,13 @@ class ReplayedCall:
 
     def play(self, graph: Any) -> None:
         """Play back a part, with the call's own random numbers if it draws any."""
-        with spans.device("attention", self._number, self._device.current_stream()):
-            if self.recording.draws is False:
-                graph.replay()
-                return
-            lockstep = self.recorder.lockstep
-            lockstep.set_random_state(self.random)
+        if self.recording.draws is False:
             graph.replay()
-            self.random = lockstep.random_state()
+            return
+        lockstep = self.recorder.lockstep
+        lockstep.set_random_state(self.random)
+        graph.replay()
+        self.random = lockstep.random_state()
 
     def leave(self) -> None:
         """Keep copies of the outputs, as the model gets them. Those that may get gradients are leaves."""
@@ -136,8 +136,10 @@ class ReplayedCall:
                 assert grad is not None
                 memory.copy_(grad)
 
-    def finish(self, from_experts: Sequence[Tensor | None]) -> None:
-        """Go backward to the layer's inputs. The gradients are those of what the experts got."""
+    def finish(self, from_experts: Sequence[Tensor | None]) -> list[Tensor]:
+        """Go backward to the layer's inputs. The gradients are those of what the experts got. Returns the weights that
+        got some.
+        """
         second = self.second
         assert second is not None
         with torch.no_grad():
@@ -149,8 +151,9 @@ class ReplayedCall:
             self.recording.kind.hold(self.weights)
             self.play(second.graphs[-1])
             leaves = [each for each in self.given if isinstance(each, Tensor) and each.requires_grad]
-            _add_grads(leaves, second.to_given)
-            _add_grads(self.weights.trained, second.to_weights)
+            for leaf in _add_grads(leaves, second.to_given):
+                tell_hooks(leaf)
+            return _add_grads(self.weights.trained, second.to_weights)
 
 
 class ReplayedLayer:
@@ -161,26 +164,32 @@ class ReplayedLayer:
 
     def __init__(self, calls: Sequence[ReplayedCall]) -> None:
         self._calls, self._weights, self._lockstep = calls, calls[0].weights, calls[0].recorder.lockstep
+        self._device = device_of(calls[0].recording.kind.tensors[0].device)
 
     @staticmethod
     def may_be(calls: Sequence[ReplayedCall | None]) -> bool:
         """Whether these are calls of one layer, and what they give to the experts can be joined."""
         first = calls[0]
-        if first is None:
+        if first is None or not all(call is not None and call.weights is first.weights for call in calls):
             return False
-        parts = [call.recording.first.asked for call in calls if call is not None and call.weights is first.weights]
-        return len(parts) == len(calls) and (len(parts) == 1 or _may_join(parts))
+        recordings = tuple(call.recording for call in calls if call is not None)
+        known = first.recorder.joined
+        if recordings not in known:
+            known[recordings] = len(recordings) == 1 or _may_join([each.first.asked for each in recordings])
+        return known[recordings]
 
     def first(self) -> None:
         """Run the first pass of all."""
         with self._lockstep.random_numbers(self._lockstep.random_state()), torch.no_grad():
-            for call in self._calls:
-                call.begin(call.recording.first.graphs)
+            with self._span():
+                for call in self._calls:
+                    call.begin(call.recording.first.graphs)
             parts = [call.recording.first.asked for call in self._calls]
             if parts[0].answer is not None:
-                self._answer(parts, _joined(parts))
-                for call in self._calls:
-                    call.play(call.recording.first.graphs[1])
+                self._answer(parts, _rows(parts), _joined(parts))
+                with self._span():
+                    for call in self._calls:
+                        call.play(call.recording.first.graphs[1])
             for call in self._calls:
                 call.leave()
 
@@ -189,25 +198,33 @@ class ReplayedLayer:
         with self._lockstep.random_numbers(self._lockstep.random_state()):
             seconds = [call.second for call in self._calls if call.second is not None]
             parts = [second.asked for second in seconds]
-            for call, second in zip(self._calls, seconds, strict=True):
-                call.begin(second.graphs)
+            with self._span():
+                for call, second in zip(self._calls, seconds, strict=True):
+                    call.begin(second.graphs)
             grads: list[list[Tensor | None]] = [[] for _ in parts]
             if parts[0].answer is None:
                 for call in self._calls:
                     call.take_grads()
             else:
                 grads = self._through_experts(parts, seconds)
-            for call, own in zip(self._calls, grads, strict=True):
-                call.finish(own)
+            with self._span():
+                trained = [call.finish(own) for call, own in zip(self._calls, grads, strict=True)]
+        for weight in {id(each): each for own in trained for each in own}.values():
+            tell_hooks(weight)
+
+    def _span(self) -> spans.Span:
+        """The time of what is played back for all calls."""
+        return spans.device("attention", self._calls[0].number, self._device.current_stream())
 
     def _through_experts(self, parts: Sequence[Asked], seconds: Sequence[Second]) -> list[list[Tensor | None]]:
         """The experts' second pass, and their way back. Returns the gradients of what they got, for each call."""
-        leaves = _joined(parts)
-        out = self._answer(parts, leaves)
-        for call, second in zip(self._calls, seconds, strict=True):
-            call.play(second.graphs[1])
-            call.take_grads()
-            call.play(second.graphs[2])
+        leaves, rows = _joined(parts), _rows(parts)
+        out = self._answer(parts, rows, leaves)
+        with self._span():
+            for call, second in zip(self._calls, seconds, strict=True):
+                call.play(second.graphs[1])
+                call.take_grads()
+                call.play(second.graphs[2])
         if out.requires_grad and any(second.to_answer is not None for second in seconds):
             pairs = zip(seconds, parts, strict=True)
             grads = [torch.zeros_like(part.answer) if s.to_answer is None else s.to_answer for s, part in pairs]  # type: ignore[arg-type]
@@ -215,10 +232,10 @@ class ReplayedLayer:
             if not go_back(out, grad):
                 torch.autograd.backward([out], [grad])
         asked = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        split = [[None] * len(parts) if leaf.grad is None else leaf.grad.split(_rows(parts)) for leaf in asked]
+        split = [[None] * len(parts) if leaf.grad is None else leaf.grad.split(rows) for leaf in asked]
         return [list(own) for own in zip(*split, strict=True)] if split else [[] for _ in parts]
 
-    def _answer(self, parts: Sequence[Asked], leaves: list[Any]) -> Tensor:
+    def _answer(self, parts: Sequence[Asked], rows: list[int], leaves: list[Any]) -> Tensor:
         """Call the experts, and put their answer where the recordings read it."""
         answers = [part.answer for part in parts if part.answer is not None]
         assert self._weights.entry is not None and len(answers) == len(parts)
@@ -226,7 +243,6 @@ class ReplayedLayer:
         link, numbers = tuple(call.link for call in self._calls), self._calls[0].before
         with self._lockstep.standing_for(link), self._lockstep.random_numbers(numbers):
             out: Tensor = self._weights.entry(*args, **kwargs)
-        rows = _rows(parts)
         if out.shape != (sum(rows), *answers[0].shape[1:]) or out.dtype != answers[0].dtype:
             raise TypeError(f"routed experts gave {out.dtype} {list(out.shape)}, where their hidden states are "
                             f"{answers[0].dtype} {[sum(rows), *answers[0].shape[1:]]}")  # fmt: skip
@@ -237,7 +253,7 @@ class ReplayedLayer:
 
 def _rows(parts: Sequence[Asked]) -> list[int]:
     """The number of tokens that each call has for the experts."""
-    return [len(next(each for each in part.args if isinstance(each, Tensor))) for part in parts]
+    return [next(each for each in part.args if isinstance(each, Tensor)).shape[0] for part in parts]
 
 
 def _may_join(parts: Sequence[Asked]) -> bool:
@@ -267,8 +283,8 @@ def _joined(parts: Sequence[Asked]) -> list[Any]:
     return every
 
 
-def _add_grads(tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    """Add gradients to those that the tensors have, and call the hooks of those that have them now."""
+def _add_grads(tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """Add gradients to those that the tensors have. Returns the tensors that got some."""
     pairs = [(tensor, grad) for tensor, grad in zip(tensors, grads, strict=True) if grad is not None]
     more = [(tensor.grad, grad) for tensor, grad in pairs if tensor.grad is not None]
     if more:
@@ -276,4 +292,4 @@ def _add_grads(tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Non
     for tensor, grad in pairs:
         if tensor.grad is None:
             tensor.grad = grad.clone()
-        tell_hooks(tensor)
+    return [tensor for tensor, _ in pairs]
