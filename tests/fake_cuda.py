@@ -61,8 +61,6 @@ int cuMemcpyHtoDAsync_v2(dptr to, const void* from, size_t n, void* s) {
   NOTE("in %zu stream %d\n", n, (int)((char*)s - (char*)0)); return enqueue((void*)to, from, n, 0, 0, 0); }
 int cuMemcpyDtoHAsync_v2(void* to, dptr from, size_t n, void* s) {
   NOTE("out %zu stream %d\n", n, (int)((char*)s - (char*)0)); return enqueue(to, (void*)from, n, 0, 0, 0); }
-int cuMemcpyDtoDAsync_v2(dptr to, dptr from, size_t n, void* s) {
-  NOTE("within %zu stream %d\n", n, (int)((char*)s - (char*)0)); return enqueue((void*)to, (void*)from, n, 0, 0, 0); }
 int cuLaunchHostFunc(void* s, void (*fn)(void*), void* data) {
   NOTE("host stream %d\n", (int)((char*)s - (char*)0)); return enqueue(0, 0, 0, fn, data, 0); }
 int cuMemHostGetDevicePointer_v2(dptr* d, void* p, unsigned flags) {

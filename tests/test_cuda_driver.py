@@ -73,7 +73,7 @@ def test_batches_copy_the_rows_and_merge_neighbours(fake: Fake) -> None:
 
     fake.reset()
     wide = torch.zeros(6, 100, dtype=torch.uint8)  # blocks with something between them cannot merge
-    assert driver.copy_on_device(0, rows, [Rows(weights.data_ptr(), wide.data_ptr(), 50, 64, 100)], 0) == 6
+    assert driver.copy_to_device(0, rows, [Rows(weights.data_ptr(), wide.data_ptr(), 50, 64, 100)], 0) == 6
     assert torch.equal(wide[:, :50], weights[rows, :50]) and not wide[:, 50:].any()
 
 

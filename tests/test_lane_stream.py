@@ -37,14 +37,17 @@ def small(layer: ExpertLayer, experts: int = 2) -> GpuLane:
 
 
 class Watched:
-    """Every filling of a buffer by a lane: (which ring, the experts)."""
+    """Every filling of a buffer by a lane, (which ring, the experts), and the blocks of each chunk of residents."""
 
     def __init__(self, lane: GpuLane, monkeypatch: pytest.MonkeyPatch) -> None:
         self.filled: list[tuple[str, list[int]]] = []
         buffers = lane._buffers
         for name, ring in (("packed", buffers.packed), ("adapters", buffers.adapters)):
             monkeypatch.setattr(ring, "fill", self._noting(name, ring.fill))
-        monkeypatch.setattr(buffers.gathered, "gather", self._noting("resident", buffers.gathered.gather))
+        numbers = lane._numbers
+        monkeypatch.setattr(
+            lane, "_numbers", lambda slots: self._noting("resident", lambda *_: numbers(slots))(0, slots)
+        )
 
     def _noting(self, name: str, fill: Any) -> Any:
         def noting(places: Any, rows: list[int]) -> Any:
@@ -158,10 +161,10 @@ def test_residents_are_taken_from_the_device(monkeypatch: pytest.MonkeyPatch) ->
     for layer in layers:
         watched.filled.clear()
         assert_contract(compare(layer, lora, *inputs_for(TAILS[1], HIDDEN), forward=Lane(lane)))
-        gathered, streamed = watched.take("resident"), watched.take("packed")
-        slots, half = residents.slots(layer), len(gathered) // 2
-        assert gathered[:half] == gathered[half:]  # forward, then backward
-        assert sorted(slot for rows in gathered[:half] for slot in rows) == sorted(slots.values())
+        taken, streamed = watched.take("resident"), watched.take("packed")
+        slots, half = residents.slots(layer), len(taken) // 2
+        assert taken[:half] == taken[half:]  # forward, then backward
+        assert sorted(slot for rows in taken[:half] for slot in rows) == sorted(slots.values())
         assert {e for rows in streamed for e in rows} == set(range(EXPERTS)) - set(slots)
     lane.hold(None)
     assert_contract(compare(layers[0], lora, *inputs_for(TAILS[1], HIDDEN), forward=Lane(lane)))

@@ -20,13 +20,15 @@ from contract import (
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from interpreted import DEVICE, bf16_in_the_interpreter
-from lanes import Lane, decoded
+from lanes import Lane, blocks, decoded
 from toy_format import check_decoding, toy
 
 from ktft import native
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
 from ktft.dense.formats import layout
 from ktft.lanes.ops import torch_ops, triton_ops
+from ktft.lanes.ops.chunk import decode
+from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lora import ExpertLora
 from ktft.native.dense import pack_dense
 from ktft.swiglu import GELU_TANH, RELU2, Swiglu, clamped_after
@@ -43,6 +45,26 @@ def test_decode(fmt: str) -> None:
     ours, expected = (decoded(layer, [3, 0], None, torch.device(DEVICE), ops) for ops in (triton_ops, torch_ops))
     assert torch.equal(ours.gate_up.values, expected.gate_up.values)
     assert torch.equal(ours.down.values, expected.down.values)
+
+
+@pytest.mark.parametrize("fmt", EXPERT_FORMATS)
+def test_decode_of_some_blocks_of_an_arena(fmt: str) -> None:
+    """Residents lie in any blocks, with the slices of an expert one behind the other."""
+    layer, device = make_layer(160, 288, fmt, native.default_isa(), nodes=2), torch.device(DEVICE)
+    packed, slots = blocks(layer, [3, 0], device), torch.tensor([4, 1], dtype=torch.int32, device=device)
+    arena, at = torch.zeros(6, sum(each.shape[1] for each in packed) + 256, dtype=torch.uint8, device=device), 0
+    places = []
+    for each in packed:
+        places.append(arena[:, at : at + each.shape[1]])
+        places[-1][slots.long()] = each
+        at += each.shape[1]
+    ours, expected = ChunkWeights.empty(layer, 2, None, device), decoded(layer, [3, 0], None, device, torch_ops)
+    for ops in (torch_ops, triton_ops):
+        for matrix in (ours.gate_up, ours.down):
+            matrix.values.fill_(torch.nan)
+        decode(fmt, layer.slices(), places, ours, ops, slots)
+        assert torch.equal(ours.gate_up.values, expected.gate_up.values)
+        assert torch.equal(ours.down.values, expected.down.values)
 
 
 @pytest.mark.parametrize("fmt", EXPERT_FORMATS)

@@ -35,13 +35,11 @@ def assert_blocks_are_the_layers(residents: Residents, among: list[ExpertLayer])
     assert len(set(taken)) == len(taken)
     for layer in among:
         for expert, slot in residents.slots(layer).items():
-            for part, source in zip(layer.slices(), residents.sources(layer), strict=True):
-                mine, theirs = (torch.zeros(part.expert_bytes, dtype=torch.uint8) for _ in range(2))
-                here = Rows(source.address, mine.data_ptr(), source.bytes, source.stride)
+            for part, blocks in zip(layer.slices(), residents.blocks(layer), strict=True):
+                theirs = torch.zeros(part.expert_bytes, dtype=torch.uint8)
                 there = Rows(part.address, theirs.data_ptr(), part.expert_bytes)
-                copy_on_host([slot], [here], gather=True)
                 copy_on_host([expert], [there], gather=True)
-                assert theirs.any() and torch.equal(mine, theirs)
+                assert theirs.any() and torch.equal(blocks[slot], theirs)
 
 
 def streamed(lane: GpuLane, layer: ExpertLayer, experts: int) -> None:

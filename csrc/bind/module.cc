@@ -108,8 +108,7 @@ void bind_cuda(py::module_& m) {
   py::register_exception<CudaError>(m, "CudaError", PyExc_RuntimeError);
   py::enum_<CopyDirection>(m, "CopyDirection")
       .value("to_device", CopyDirection::kToDevice)
-      .value("to_host", CopyDirection::kToHost)
-      .value("on_device", CopyDirection::kOnDevice);
+      .value("to_host", CopyDirection::kToHost);
   py::class_<RowCopy>(m, "RowCopy")
       .def(py::init<uintptr_t, uintptr_t, size_t, size_t, size_t>(), "all"_a, "chosen"_a, "bytes"_a, "all_stride"_a,
            "chosen_stride"_a)

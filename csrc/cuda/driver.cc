@@ -65,7 +65,6 @@ CudaDriver::CudaDriver(const std::string& library) {
   resolve(handle, library, "cuMemHostUnregister", host_unregister_);
   resolve(handle, library, "cuMemcpyHtoDAsync_v2", to_device_);
   resolve(handle, library, "cuMemcpyDtoHAsync_v2", to_host_);
-  resolve(handle, library, "cuMemcpyDtoDAsync_v2", on_device_);
   resolve(handle, library, "cuLaunchHostFunc", call_host_);
   resolve(handle, library, "cuMemHostGetDevicePointer_v2", device_pointer_);
   resolve(handle, library, "cuDeviceGetAttribute", attribute_);
@@ -115,12 +114,11 @@ int CudaDriver::copy(int device, CopyDirection direction, const std::vector<int>
   const std::vector<Piece> all = pieces(rows, matrices);
   for (size_t i = 0; i < all.size(); i++) {
     const Piece& p = all[i];
-    const bool in = direction == CopyDirection::kToDevice, out = direction == CopyDirection::kToHost;
-    const int result = in    ? to_device_(p.chosen, reinterpret_cast<const void*>(p.all), p.bytes, on)
-                       : out ? to_host_(reinterpret_cast<void*>(p.all), p.chosen, p.bytes, on)
-                             : on_device_(p.chosen, p.all, p.bytes, on);
+    const bool out = direction == CopyDirection::kToHost;
+    const int result = out ? to_host_(reinterpret_cast<void*>(p.all), p.chosen, p.bytes, on)
+                           : to_device_(p.chosen, reinterpret_cast<const void*>(p.all), p.bytes, on);
     if (result == 0) continue;
-    const char* const name = in ? "cuMemcpyHtoDAsync" : out ? "cuMemcpyDtoHAsync" : "cuMemcpyDtoDAsync";
+    const char* const name = out ? "cuMemcpyDtoHAsync" : "cuMemcpyHtoDAsync";
     const uintptr_t from = out ? p.chosen : p.all, to = out ? p.all : p.chosen;
     check(result, std::string(name) + " of " + std::to_string(p.bytes) + " bytes from " + hex(from) + " to " + hex(to) +
                       " (copy " + std::to_string(i + 1) + " of " + std::to_string(all.size()) + ")");

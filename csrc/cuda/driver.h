@@ -18,7 +18,7 @@ class CudaError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-enum class CopyDirection { kToDevice, kToHost, kOnDevice };
+enum class CopyDirection { kToDevice, kToHost };
 
 // Any thread may use it. Each call makes the primary context of its device current, which is the one that torch uses,
 // and then restores the thread's previous context, if it had one.
@@ -65,7 +65,6 @@ class CudaDriver {
   int (*host_unregister_)(void*);
   int (*to_device_)(unsigned long long, const void*, size_t, void*);
   int (*to_host_)(void*, unsigned long long, size_t, void*);
-  int (*on_device_)(unsigned long long, unsigned long long, size_t, void*);
   int (*call_host_)(void*, void (*)(void*), void*);
   int (*device_pointer_)(unsigned long long*, void*, unsigned);
   int (*attribute_)(int*, int, int);

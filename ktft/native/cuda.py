@@ -100,10 +100,6 @@ class Driver:
         """Begin copies from batches on the device to the rows of host matrices; see `copy_to_device`."""
         return self._copy(device, core.CopyDirection.to_host, rows, matrices, stream)
 
-    def copy_on_device(self, device: int, rows: Sequence[int], matrices: Sequence[Rows], stream: int) -> int:
-        """Begin copies from the rows of matrices to batches, both on the device; see `copy_to_device`."""
-        return self._copy(device, core.CopyDirection.on_device, rows, matrices, stream)
-
     def _copy(self, device: int, direction: Any, rows: Sequence[int], matrices: Sequence[Rows], stream: int) -> int:
         return int(self.handle.copy(device, direction, list(rows), [m.native for m in matrices], stream))
 

@@ -30,7 +30,7 @@ class ChunkLayout:
         kind: equal for layers whose decoding and adapters are the same kernels, apart from the buffers that these read.
         capacity: the most experts of a chunk.
         packed, adapters: where packed bytes and LoRA tensors lie in each of the two buffers.
-        gathered: where the packed bytes of resident experts lie.
+        blocks: those of resident experts, of which there are more than the layer's: `Residents.blocks`.
         weights: memory of the decoded chunk.
     """
 
@@ -39,7 +39,7 @@ class ChunkLayout:
     capacity: int
     packed: list[RingPlace]
     adapters: list[RingPlace]
-    gathered: list[RingPlace]
+    blocks: list[Tensor]
     weights: ChunkWeights
     _decoded: dict[int, ChunkWeights] = field(default_factory=dict)
 
@@ -68,30 +68,34 @@ def laid_over(weights: ChunkWeights, memory: Tensor) -> ChunkWeights:
 
 
 class Buffers:
-    """A lane's buffers: two for packed bytes, two for LoRA tensors (`adapters`), one for residents' packed bytes
-    (`gathered`), one for decoded weights. `GpuLane` explains `chunk_bytes` and `limit`.
+    """A lane's buffers: two for packed bytes, two for LoRA tensors (`adapters`), one for decoded weights. `GpuLane`
+    explains `chunk_bytes` and `limit`.
+
+    Attributes:
+        slots: int32, for the blocks of a chunk's residents; recorded kernels read it.
     """
 
     def __init__(self, transfer: Transfer, chunk_bytes: int, limit: int) -> None:
         self._transfer, self.chunk_bytes, self.limit = transfer, chunk_bytes, limit
-        self.packed, self.adapters, self.gathered = Ring(transfer, frozen=True), Ring(transfer), Ring(transfer, 1)
+        self.packed, self.adapters = Ring(transfer, frozen=True), Ring(transfer)
         self._decoded = torch.empty(0, dtype=torch.uint8, device=transfer.device)
+        self.slots = torch.empty(0, dtype=torch.int32, device=transfer.device)
         self._layouts: weakref.WeakKeyDictionary[ExpertLayer, tuple[object, ChunkLayout]] = weakref.WeakKeyDictionary()
 
     @property
     def bytes(self) -> int:
-        return self.packed.bytes + self.adapters.bytes + self.gathered.bytes + self._decoded.nbytes
+        return self.packed.bytes + self.adapters.bytes + self._decoded.nbytes
 
     def forget(self) -> None:
         """Lay out all layers anew, because the residents' memory has changed."""
         self._layouts.clear()
 
     def layout(
-        self, layer: ExpertLayer, lora: ExpertLora | None, residents: Callable[[ExpertLayer], list[Source]] | None
+        self, layer: ExpertLayer, lora: ExpertLora | None, residents: Callable[[ExpertLayer], list[Tensor]] | None
     ) -> ChunkLayout:
         """The layer's layout, which is made in its first call, and again when the adapters have other tensors.
 
-        `residents` gives the sources of a layer's residents.
+        `residents` is `Residents.blocks`.
 
         Raises:
             torch.OutOfMemoryError: the device has no room.
@@ -108,7 +112,7 @@ class Buffers:
         return found[1]
 
     def _make(
-        self, layer: ExpertLayer, lora: ExpertLora | None, residents: Callable[[ExpertLayer], list[Source]] | None
+        self, layer: ExpertLayer, lora: ExpertLora | None, residents: Callable[[ExpertLayer], list[Tensor]] | None
     ) -> ChunkLayout:
         parameters = lora.parameters() if lora is not None else []
         for tensor in parameters:
@@ -122,9 +126,7 @@ class Buffers:
         blocks = [Source(part.address, (part.expert_bytes,), torch.uint8, locked) for part in slices]
         adapters = [Source(t.data_ptr(), tuple(t.shape[1:]), t.dtype, locks.tensor(t)) for t in parameters]
 
-        held = residents(layer) if residents is not None else []
-        places = 3 if held else 2  # buffers of packed bytes
-        one = places * row_bytes(blocks) + 2 * row_bytes(adapters)
+        one = 2 * row_bytes(blocks) + 2 * row_bytes(adapters)
         one += decoded_bytes(ChunkWeights.empty(layer, 1, lora, META))
         most = -(-layer.num_experts // LEAST_CHUNKS)
         capacity = max(1, min(self.chunk_bytes // row_bytes(blocks), self.limit // one, most))
@@ -133,7 +135,7 @@ class Buffers:
         parts = [(part.begin, part.expert_bytes, *part.matrices.values()) for part in slices]
         rows = [(source.shape, source.dtype) for source in adapters]
         ranks = [*weights.gate_up.places.items(), *weights.down.places.items()]
-        if self._reserve(Ring.size(blocks, capacity), Ring.size(adapters, capacity), bool(held), weights):
+        if self._reserve(Ring.size(blocks, capacity), Ring.size(adapters, capacity), capacity, weights):
             self._layouts.clear()
         weights = laid_over(weights, self._decoded)
         return ChunkLayout(
@@ -142,17 +144,16 @@ class Buffers:
             capacity,
             self.packed.places(blocks, capacity),
             self.adapters.places(adapters, capacity) if adapters else [],
-            self.gathered.places(held, capacity) if held else [],
+            residents(layer) if residents is not None else [],
             weights,
         )
 
-    def _reserve(self, packed: int, adapters: int, gather: bool, weights: ChunkWeights) -> bool:
+    def _reserve(self, packed: int, adapters: int, slots: int, weights: ChunkWeights) -> bool:
         """Make all buffers large enough; returns whether any of them moved."""
-        moved = [
-            self.packed.reserve(packed),
-            self.adapters.reserve(adapters),
-            self.gathered.reserve(packed if gather else 0),
-        ]
+        moved = [self.packed.reserve(packed), self.adapters.reserve(adapters)]
+        if slots > len(self.slots):
+            self.slots = self.slots.new_empty(slots)
+            moved.append(True)
         if (size := decoded_bytes(weights)) > self._decoded.nbytes:
             self._decoded = self._decoded.new_empty(0)
             self._decoded = self._decoded.new_empty(size)

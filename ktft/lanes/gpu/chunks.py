@@ -6,9 +6,11 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
 from ktft.lanes.gpu.buffers import ChunkLayout
 from ktft.lanes.gpu.graphs import Recorded
-from ktft.lanes.gpu.rings import RingPlace, Source
+from ktft.lanes.gpu.rings import RingPlace
 from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
@@ -25,7 +27,7 @@ class ResidentBlocks(Protocol):
 
     def slots(self, layer: ExpertLayer) -> dict[int, int]: ...
 
-    def sources(self, layer: ExpertLayer) -> list[Source]: ...
+    def blocks(self, layer: ExpertLayer) -> list[Tensor]: ...
 
 
 @dataclass
@@ -34,14 +36,14 @@ class Chunk:
 
     Attributes:
         layout: their layer's.
-        slots: their blocks among the residents; None if they are streamed.
+        slots: int32 on the device, their blocks among the residents; None if they are streamed.
         packed: where their packed bytes are copied to, once that has begun; None for residents.
         adapters: likewise their LoRA.
     """
 
     layout: ChunkLayout
     experts: list[int]
-    slots: list[int] | None = None
+    slots: Tensor | None = None
     packed: RingPlace | None = None
     adapters: RingPlace | None = None
 
@@ -60,12 +62,12 @@ class Kernels(NamedTuple):
     run: Callable[[], None]
 
 
-def kernels_of(chunk: Chunk, source: RingPlace, run: Callable[[], None], *numbers: float) -> Kernels:
-    """Kernels that read a chunk's bytes in one of its places. A chunk that is not full is not worth being recorded,
+def kernels_of(chunk: Chunk, addresses: Sequence[int], run: Callable[[], None], *numbers: float) -> Kernels:
+    """Kernels that read a chunk's bytes at these addresses. A chunk that is not full is not worth being recorded,
     because its number of experts changes often.
     """
     full = len(chunk.experts) == chunk.layout.capacity
-    return Kernels((chunk.layout.kind, source.addresses, *numbers) if full else None, run)
+    return Kernels((chunk.layout.kind, *addresses, *numbers) if full else None, run)
 
 
 @dataclass

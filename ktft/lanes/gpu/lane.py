@@ -34,6 +34,8 @@ from ktft.native import ExpertLayer
 from ktft.native.cuda import Rows
 from ktft.system import readable
 
+KNOWN_SLOTS = 4096
+"""The most sets of residents whose numbers stay on the device."""
 CHUNK_BYTES = 320 << 20
 """The most packed bytes of a chunk. Larger chunks mean fewer kernels for the host to launch in each layer."""
 
@@ -68,6 +70,7 @@ class GpuLane:
         self._buffers = Buffers(self.transfer, chunk_bytes, limit)
         self._recorded = Recorded(device, on=by_triton(device))
         self._ahead: list[Chunk] = []  # prefetched
+        self._slots: dict[tuple[int, ...], Tensor] = {}
         # Layers whose experts are all resident: what their chunks depend on, and these
         self._whole: weakref.WeakKeyDictionary[ExpertLayer, tuple[ChunkLayout, int, list[Chunk]]] = (
             weakref.WeakKeyDictionary()
@@ -310,26 +313,41 @@ class GpuLane:
         left, held = set(experts).difference(*(chunk.experts for chunk in ahead)), self._held(layer)
         residents = list(cut(layout, sorted(e for e in left if e in held)))
         for chunk in residents:
-            chunk.slots = [held[expert] for expert in chunk.experts]
+            chunk.slots = self._numbers(tuple(held[expert] for expert in chunk.experts))
         return [*ahead, *residents, *cut(layout, sorted(e for e in left if e not in held))]
 
     def _layout(self, layer: ExpertLayer, lora: ExpertLora | None) -> ChunkLayout:
-        return self._buffers.layout(layer, lora, self.residents.sources if self.residents is not None else None)
+        return self._buffers.layout(layer, lora, self.residents.blocks if self.residents is not None else None)
 
     def _held(self, layer: ExpertLayer) -> dict[int, int]:
         return self.residents.slots(layer) if self.residents is not None else {}
 
     def _decode(self, layer: ExpertLayer, chunk: Chunk, compute: object) -> DecodedChunk:
         layout, count, packed = chunk.layout, len(chunk.experts), chunk.packed
-        weights = layout.decoded(count)
+        weights, slots = layout.decoded(count), None
         if packed is not None:
             packed.wait(compute)
+            blocks, addresses = packed.first(count), packed.addresses
         else:
             assert self.residents is not None and chunk.slots is not None
             self.residents.arrived.wait(compute)
-            packed = self._buffers.gathered.gather(layout.gathered, chunk.slots)
-        work = partial(decode, layer.format, layout.slices, packed.first(count), weights)
-        return DecodedChunk(chunk.experts, weights, left=[kernels_of(chunk, packed, work)])
+            blocks, slots = layout.blocks, self._buffers.slots[:count]
+            slots.copy_(chunk.slots)
+            addresses = tuple(each.data_ptr() for each in (slots, *blocks))
+        work = partial(decode, layer.format, layout.slices, blocks, weights, slots=slots)
+        return DecodedChunk(chunk.experts, weights, left=[kernels_of(chunk, addresses, work)])
+
+    def _numbers(self, slots: tuple[int, ...]) -> Tensor:
+        """Numbers of blocks on the device. Most calls of a layer need those of the call before."""
+        if slots not in self._slots:
+            if len(self._slots) >= KNOWN_SLOTS:
+                self._slots.clear()
+            with torch.inference_mode(False):
+                numbers = torch.tensor(slots, dtype=torch.int32, device="cpu")
+                if device_of(self.device).pin_memory:
+                    numbers = numbers.pin_memory()
+                self._slots[slots] = numbers.to(self.device, non_blocking=True)
+        return self._slots[slots]
 
     def _place(self, chunk: Chunk, adapters: RingPlace, lora: ExpertLora, decoded: DecodedChunk) -> ExpertLora:
         """Write a chunk's adapters beside its weights; returns the adapters on the device."""
@@ -337,7 +355,7 @@ class GpuLane:
         scalings = {name: lora.pairs[name].scaling for name in PROJECTIONS if name in lora.pairs}
         own = replace(lora, pairs={name: LoraPair(next(views), next(views), each) for name, each in scalings.items()})
         work = partial(place, own, decoded.weights)
-        decoded.left.append(kernels_of(chunk, adapters, work, lora.dropout, *scalings.values()))
+        decoded.left.append(kernels_of(chunk, adapters.addresses, work, lora.dropout, *scalings.values()))
         return own
 
     def give_back(self, experts: list[int], grads: Sequence[Tensor], lora_grads: Sequence[Tensor]) -> None:

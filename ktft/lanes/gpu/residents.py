@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ktft.device import device_of
 from ktft.lanes.gpu.lane import GpuLane
@@ -104,11 +105,13 @@ class Residents:
         part = self._layers.get(layer)
         return {} if part is None else part.slots
 
-    def sources(self, layer: ExpertLayer) -> list[Source]:
-        """The blocks as matrices to copy from: one for each slice of the layer's packed experts."""
-        part = self._layers.get(layer)
-        first = self._blocks(part, 0) if part is not None else []
-        return [Source(m.batch, (m.bytes,), torch.uint8, stride=self._block_bytes) for m in first]
+    def blocks(self, layer: ExpertLayer) -> list[Tensor]:
+        """The bytes that each slice of the layer's packed experts has in all blocks, uint8 `[blocks, expert_bytes]`."""
+        part, at, found = self._layers.get(layer), 0, []
+        for source in part.sources if part is not None else ():
+            found.append(self.arena[:, at : at + source.bytes])
+            at += source.bytes
+        return found
 
     def start(self, expert_tokens: Mapping[ExpertLayer, Sequence[float]]) -> None:
         """Fill the arena by the tokens of each expert that an earlier run counted, as in its training report."""

@@ -25,14 +25,12 @@ class Source:
         address: where row 0 begins.
         shape, dtype: those of one row.
         locked: whether the memory is locked, so that the device can copy from it.
-        stride: bytes from one row to the next; 0 if the rows are contiguous.
     """
 
     address: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     locked: bool = True
-    stride: int = 0
 
     @property
     def bytes(self) -> int:
@@ -141,7 +139,7 @@ class Ring:
             size = source.bytes * capacity
             view = buffer.memory[at : at + size].view(source.dtype).view(capacity, *source.shape)
             views.append(view)
-            rows[source.locked].append(Rows(source.address, view.data_ptr(), source.bytes, source.stride))
+            rows[source.locked].append(Rows(source.address, view.data_ptr(), source.bytes))
             at += aligned(size)
         return RingPlace(buffer, views, rows[True], rows[False])
 
@@ -165,11 +163,6 @@ class Ring:
     def turn_back(self, count: int) -> None:
         """Give back the buffers of the last `count` fillings, which turned out not to be needed."""
         self._turn = (self._turn - count) % len(self._buffers)
-
-    def gather(self, places: Sequence[RingPlace], rows: Sequence[int]) -> RingPlace:
-        """Begin to copy rows of sources that are on the device, on the stream of the products."""
-        self._transfer.copy_within(rows, places[0].locked)
-        return places[0]
 
     def _through_mirror(self, place: RingPlace, rows: Sequence[int]) -> None:
         buffer = place.buffer

@@ -72,13 +72,6 @@ class Transfer:
         else:
             cuda.copy_on_host(rows, matrices, gather=False, threads=1)
 
-    def copy_within(self, rows: Sequence[int], matrices: Sequence[Rows]) -> None:
-        """Begin copies of rows of matrices on the device, on the stream of the products."""
-        if self.driver:
-            self.driver.copy_on_device(self.index, rows, matrices, self._device.handle(self.compute()))
-        else:
-            cuda.copy_on_host(rows, matrices, gather=True, threads=1)
-
     def keep(self, tensors: Sequence[Tensor], stream: Any) -> None:
         """When they die, their memory is not given to others before `stream` has passed that point."""
         for tensor in tensors:

@@ -28,6 +28,7 @@ def decode(
     blocks: Sequence[Tensor],
     out: ChunkWeights,
     ops: Operations | None = None,
+    slots: Tensor | None = None,
 ) -> None:
     """Decode packed experts, exactly: bf16 holds what the formats' values are without their rows' scales.
 
@@ -36,12 +37,13 @@ def decode(
         blocks: of each slice uint8 `[G, expert_bytes]` on the device of `out`: these experts' packed bytes.
         out: of G experts.
         ops: by default the best for the device.
+        slots: int32 `[G]` on the device, which rows of `blocks` these experts are; by default the first.
     """
     ops = ops or operations(out.down.values.device)
     for part, block in zip(slices, blocks, strict=True):
         for matrix, row, col in ((out.gate_up, part.begin, 0), (out.down, 0, part.begin)):
             packed = [part.matrices[name] for name in matrix.projections]
-            ops.decode(format, block, packed, matrix, row, col)
+            ops.decode(format, block, slots, packed, matrix, row, col)
 
 
 def place(lora: ExpertLora | None, out: ChunkWeights, ops: Operations | None = None) -> None:

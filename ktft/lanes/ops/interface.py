@@ -32,10 +32,18 @@ class Operations(Protocol):
     """
 
     def decode(
-        self, format: str, blocks: Tensor, matrices: Sequence[PackedMatrix], out: ChunkMatrix, row: int, col: int
+        self,
+        format: str,
+        blocks: Tensor,
+        slots: Tensor | None,
+        matrices: Sequence[PackedMatrix],
+        out: ChunkMatrix,
+        row: int,
+        col: int,
     ) -> None:
         """Values of out `[G, M, rows, cols+]` from `row` and `col` on = M projections, of the same shape and strips, of
-        packed experts, uint8 `[G, expert_bytes]`, without row scales; these become its scale. Biases, divided by the
+        packed experts, without row scales; these become its scale. Expert g is row g of blocks, uint8
+        `[G, expert_bytes]`; with slots, int32 `[G]`, it is row slots[g] of any number. Biases, divided by the
         scale, become the first two of the last `PLACES` columns, of which the others become zero.
         """
 

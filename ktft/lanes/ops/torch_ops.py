@@ -15,8 +15,13 @@ from ktft.native.packed import CODE_BYTES, GROUP, PACKED_FORMATS, ROW_BYTES, SCA
 from ktft.swiglu import Swiglu
 
 
-def decode(format: str, blocks: Tensor, matrices: Sequence[PackedMatrix], out: ChunkMatrix, row: int, col: int) -> None:
+def decode(
+    format: str, blocks: Tensor, slots: Tensor | None, matrices: Sequence[PackedMatrix], out: ChunkMatrix, row: int,
+    col: int,
+) -> None:  # fmt: skip
     """Experts are decoded one by one, since decoding takes several times the bytes of their codes."""
+    if slots is not None:
+        blocks = blocks[slots.long()]
     stacked, scale = out.by_projection
     for i, matrix in enumerate(matrices):
         rows = slice(row, row + matrix.rows)

@@ -153,7 +153,7 @@ class HotExperts:
 
     def _layer(self, number: int, layer: ExpertLayer, stack: Stack | None) -> HotLayer:
         arena, experts = self.residents.arena, layer.num_experts
-        places = [source.address - arena.data_ptr() for source in self.residents.sources(layer)]
+        places = [block.data_ptr() - arena.data_ptr() for block in self.residents.blocks(layer)]
         slices = [(part, arena.view(-1)[at:]) for part, at in zip(layer.slices(), places, strict=True)]
         tables = self._tables[number, :experts], self.heat[number, :experts]
         return HotLayer(layer, slices, arena.shape[1], *tables, stack, self.stacks, self._ranks[number])
