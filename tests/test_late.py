@@ -91,6 +91,26 @@ def test_not_beside_callbacks_of_others(tiny_checkpoint: Checkpoint, tmp_path: P
     assert not delayed
 
 
+def test_a_gradient_scaler_changes_no_norm(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """It divides gradients in place, without a sign to autograd, after their norms were taken."""
+    path, after = tiny_checkpoint("qwen3moe"), []
+    for scale in (1.0, 1024.0):
+        run = runs.trainer(
+            path, tmp_path / str(scale), settings={"placement": "stream", "threads": 1}, gradient_checkpointing=True,
+            max_grad_norm=0.01, max_steps=3, logging_steps=1, save_strategy="no",
+        )  # fmt: skip
+        scaler = run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=100)
+        run.accelerator.unscale_gradients = lambda *_, run=run, scaler=scaler: scaler.unscale_(run.optimizer.optimizer)
+        run.train()
+        assert scaler.get_scale() == scale
+        norms = [entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry]
+        after.append((norms, {name: p.detach() for name, p in run.model.named_parameters() if p.requires_grad}))
+    (norms, weights), (scaled_norms, scaled) = after
+    assert len(norms) == 3 and scaled_norms == pytest.approx(norms, rel=1e-5)
+    for name, weight in weights.items():
+        torch.testing.assert_close(scaled[name], weight, rtol=1e-4, atol=1e-6)
+
+
 def test_errors_are_raised_where_somebody_waits() -> None:
     def fail() -> None:
         raise ValueError("a moment has another shape")

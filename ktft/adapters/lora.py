@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import re
 import warnings
 import zlib
@@ -93,6 +94,20 @@ class CpuParameters(nn.ParameterDict):
         return super()._apply(on_cpu, recurse)
 
 
+@dataclass
+class _KnownPairs:
+    """What a layer's active LoRA is, as long as it has the same adapters, scalings and parameters."""
+
+    key: object
+    parameters: list[Tensor]
+    pairs: dict[str, LoraPair]
+
+    def are_of(self, parameters: list[Tensor]) -> bool:
+        """Whether these are the parameters, and still in CPU memory."""
+        same = len(parameters) == len(self.parameters) and all(map(operator.is_, parameters, self.parameters))
+        return same and all(each.is_cpu for each in parameters)
+
+
 class KtftExpertsLora(nn.Module, LoraLayer):
     """PEFT's layer around `KtftExperts`: LoRA on every routed expert of one MoE layer.
 
@@ -123,7 +138,7 @@ class KtftExpertsLora(nn.Module, LoraLayer):
             LoraLayer.__init__(self, base_layer)
         self.ranks, self.forms = {adapter_name: ranks}, {adapter_name: form}
         self._spreads = Spreads()
-        self._known_pairs: tuple[object, dict[str, LoraPair]] | None = None
+        self._known_pairs: _KnownPairs | None = None
         self.whole: dict[tuple[str, str, str], Tensor] = {}
         self._active_adapter = [adapter_name]
         self.update_layer(adapter_name, **kwargs)
@@ -220,18 +235,17 @@ class KtftExpertsLora(nn.Module, LoraLayer):
     def _pairs(self, names: list[str]) -> dict[str, LoraPair]:
         """The adapters as one LoRA, by projection."""
         stacks = [self.stacked(kind, name) for name in names for kind in KINDS]
-        parameters = [each for stack in stacks for each in stack._parameters.values() if each is not None]
-        key = names, [*map(id, parameters)], [(self.scaling[name], self.use_rslora[name]) for name in names]
-        if self._known_pairs is not None and self._known_pairs[0] == key and all(each.is_cpu for each in parameters):
-            return self._known_pairs[1]
+        parameters: list[Tensor] = [each for stack in stacks for each in stack._parameters.values() if each is not None]
+        key = names, [(self.scaling[name], self.use_rslora[name]) for name in names]
+        if (known := self._known_pairs) is not None and known.key == key and known.are_of(parameters):
+            return known.pairs
         pairs: dict[str, LoraPair] = {}
         for projection in PROJECTIONS:
             own = [self._pair(name, projection) for name in names if projection in self.ranks[name]]
             if own:
                 pairs[projection] = own[0] if len(own) == 1 else _join(own)
-        same = {id(each) for pair in pairs.values() for each in (pair.a, pair.b)}
-        # Those that are made of parameters follow their values
-        self._known_pairs = (key, pairs) if same == {*map(id, parameters)} else None
+        as_they_are = {id(each) for pair in pairs.values() for each in (pair.a, pair.b)} == {*map(id, parameters)}
+        self._known_pairs = _KnownPairs(key, parameters, pairs) if as_they_are else None  # others follow the values
         return pairs
 
     def applied(self) -> list[str]:
@@ -301,6 +315,7 @@ class KtftExpertsLora(nn.Module, LoraLayer):
         self.ranks.pop(adapter_name, None)
         self.forms.pop(adapter_name, None)
         self._spreads.drop(adapter_name)
+        self._known_pairs = None
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         """Adapters stay on the CPU."""

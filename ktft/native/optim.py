@@ -64,7 +64,9 @@ def note_row_norms(tensor: Tensor, norms: Tensor) -> None:
 
 
 def known_row_norms(tensor: Tensor) -> Tensor | None:
-    """The norms of the tensor's rows, if they are known and the tensor has not changed since."""
+    """The norms of the tensor's rows, if they are known and the tensor has not changed since, as far as autograd knows:
+    a gradient scaler changes gradients without a sign.
+    """
     version, norms = getattr(tensor, _NORMS, (None, None))
     return norms if version == tensor._version else None
 

@@ -159,6 +159,7 @@ def clip_grad_norm(
     split: Collection[int] = (),
     pieces: Collection[int] = (),
     later: Collection[int] = (),
+    anew: bool = False,
 ) -> tuple[Tensor, float]:
     """`torch.nn.utils.clip_grad_norm_` to the norm `most`, which does not write gradients that need no clipping.
 
@@ -167,6 +168,7 @@ def clip_grad_norm(
         split: ids of the parameters of which other ranks have other rows, beside those sharded by FSDP2.
         pieces: ids of the parameters of which other ranks of the tensor parallel group have other pieces.
         later: ids of the parameters whose gradients the caller clips.
+        anew: take the norms of all gradients, since those that are known may be of other values.
 
     Returns:
         The norm before clipping, of all ranks' gradients, on the first gradient's device; and the factor of clipping,
@@ -176,7 +178,7 @@ def clip_grad_norm(
     grads = [local(grad) for _, grad in found]
     if not grads and ranks is None:
         return torch.tensor(0.0), 1.0
-    known = [known_row_norms(grad) for grad in grads]
+    known = [None if anew else known_row_norms(grad) for grad in grads]
     others = norms(runtime, [grad.reshape(1, -1) for grad, own in zip(grads, known, strict=True) if own is None])
     rest = iter(others)
     # Of parameters that every rank has, of those split over all ranks, and of those in pieces that replicas have too

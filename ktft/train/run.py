@@ -382,8 +382,8 @@ def clip_gradients(original: Callable[..., Any], trainer: Any, model: nn.Module)
     trainer.accelerator.unscale_gradients()
     pieces = {id(each.parameter) for name, each in run.guards.parameters.items() if name in run.shards}
     most = trainer.args.max_grad_norm
-    trained = [each.parameter for each in run.guards.parameters.values()]
-    total, factor = clip_grad_norm(trained, most, run.runtime, run.ranks, run.split, pieces, later=run.later)
+    given = run.walked.parameters, most, run.runtime, run.ranks, run.split, pieces, run.later
+    total, factor = clip_grad_norm(*given, anew=getattr(trainer.optimizer, "scaler", None) is not None)
     if run.later:
         trainer.optimizer.optimizer.grad_factor = factor
     return total

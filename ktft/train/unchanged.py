@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,8 @@ from ktft.ranks.sharded import is_divided
 class WalkedOnce:
     """Lets a model count its parameters once, and drop gradients without a walk, until `close`.
 
-    transformers counts parameters for the FLOPs of each micro-batch.
+    transformers counts parameters for the FLOPs of each micro-batch. FSDP2 gives modules other parameters while they
+    are gathered, so a model that it divides is walked as ever.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -26,8 +27,14 @@ class WalkedOnce:
         self._counting = [each for each in model.modules() if hasattr(type(each), "num_parameters")]
         for each in self._counting:
             each.__dict__["num_parameters"] = functools.cache(_counter(each))
-        if not is_divided(model):  # FSDP2 gives modules other parameters while they are gathered
-            model.__dict__["zero_grad"] = functools.partial(_zero_grad, model, list(model.parameters()))
+        self._parameters = None if is_divided(model) else list(model.parameters())
+        if self._parameters is not None:
+            model.__dict__["zero_grad"] = functools.partial(_zero_grad, model, self._parameters)
+
+    @property
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """All of the model's."""
+        return self._model.parameters() if self._parameters is None else self._parameters
 
     def close(self) -> None:
         for each in self._counting:
