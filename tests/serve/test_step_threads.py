@@ -45,7 +45,7 @@ def test_few_tokens_with_a_short_context_are_computed_by_one_thread(threads: int
     kernels.spin_for(USUAL)
     steps = StepThreads(kernels)
     for tokens, context, alone in (
-        (32, 0, False),
+        (2 * FEW_TOKENS, 0, False),
         (1, 32, True),
         (FEW_TOKENS, SHORT, True),
         (1, SHORT + 1, False),
@@ -59,13 +59,14 @@ def test_few_tokens_with_a_short_context_are_computed_by_one_thread(threads: int
 
 def test_steps_of_a_server_follow(tmp_path: Path, threads: int) -> None:
     checkpoint = write_checkpoint("qwen3moe", tmp_path / "base", head_dim=32)
+    long = [3 + i % 90 for i in range(FEW_TOKENS + 1)]
     with served(checkpoint, threads=2) as server:
         current().runtime.spin_for(USUAL)
-        prompt, _ = server.greedy(tokens=1)
+        prompt, _ = server.greedy(long, tokens=1)
         assert (torch.get_num_threads(), spun_for(current().runtime)) == (threads, USUAL), "after the prompt"
-        answer, _ = server.greedy(tokens=4)
+        answer, _ = server.greedy(long, tokens=4)
         assert (torch.get_num_threads(), spun_for(current().runtime)) == (1, AWAKE), "after single tokens"
-        server.greedy(tokens=1)
+        server.greedy(long[::-1], tokens=1)  # its start is not among the cached ones
         assert (torch.get_num_threads(), spun_for(current().runtime)) == (threads, USUAL), "after another prompt"
     assert answer[:1] == prompt
 

@@ -13,10 +13,10 @@ from ktft.serve.runtime.served_model import current
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-FEW_TOKENS = 4
+FEW_TOKENS = 32
 """With more, norms and attention are long enough for all threads."""
-SHORT = 1024
-"""Tokens of context, of all requests in a step: their keys and values take one thread as long as waking another."""
+SHORT = 3072
+"""Tokens of context, of all requests in a step: with more, attention gains more by a second thread than norms lose."""
 AWAKE = 2e-3
 """Seconds that ktft's threads spin for their next product: longer than what lies between two of a step's."""
 
