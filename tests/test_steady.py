@@ -24,6 +24,7 @@ from ktft import native
 from ktft.config import EXPERT_LORA
 from ktft.lanes import passes
 from ktft.lanes.gpu.steady import SteadyLane
+from ktft.lanes.steady_call import Steady, go_back
 from ktft.lora import ExpertLora
 from ktft.model.experts import KtftExperts
 
@@ -208,3 +209,32 @@ def test_sizes_that_come_once_are_not_steady(steady: list[str], monkeypatch: pyt
     warm(experts, sizes[2])
     warm(experts, sizes[1])
     assert steady == ["forward", "backward"] * 2
+
+
+class Answered:
+    """What `Steady` needs of a call; its gradients are its inputs, so that it shows whom they reached."""
+
+    owes = True
+
+    def __init__(self, out: Tensor) -> None:
+        self.out = out
+
+    def backward(self, grad: Tensor, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor | None, ...]:
+        return grad * hidden.detach(), weights.detach()
+
+
+@pytest.mark.parametrize("changed", [None, "hidden", "weights", "out"])
+def test_what_lies_around_a_call_takes_autograds_engine(changed: str | None) -> None:
+    """Otherwise its gradient would be lost."""
+    hidden, weights = (torch.rand(3, size, requires_grad=True) for size in (4, 2))
+    given = {name: each * 2 if name == changed else each for name, each in (("hidden", hidden), ("weights", weights))}
+    index = torch.zeros(3, 2, dtype=torch.int64)
+    out = Steady.apply(Answered(torch.zeros(3, 4)), given["hidden"], index, given["weights"])
+    out = out * 2 if changed == "out" else out
+    assert go_back(out, torch.ones(3, 4)) == (changed is None)
+    if changed is not None:
+        assert hidden.grad is None and weights.grad is None
+        out.backward(torch.ones(3, 4))
+    assert hidden.grad is not None and weights.grad is not None
+    assert torch.equal(hidden.grad, hidden.detach() * {None: 1, "weights": 1, "hidden": 4, "out": 2}[changed])
+    assert torch.equal(weights.grad, weights.detach() * (4 if changed == "weights" else 1))

@@ -105,16 +105,20 @@ class Steady(torch.autograd.Function):
 
 def go_back(out: Tensor, grad: Tensor) -> bool:
     """Send the gradient of a steady call's output to the leaves that the call got. Returns False, and does nothing, if
-    that takes autograd's engine, whose thread and the caller's would wait for each other and for the GIL.
+    that takes autograd's engine, whose thread and the caller's would wait for each other and for the GIL: if something
+    lies before or behind the call, for instance.
     """
     node: Any = out.grad_fn
     if not isinstance(node, Steady._backward_cls) or not node.call.owes or torch.is_anomaly_enabled():
         return False
-    leaves = [getattr(function, "variable", None) for function, _ in node.next_functions]
+    before = [function for function, _ in node.next_functions]
+    if not all(each is None or hasattr(each, "variable") for each in before):
+        return False
     with torch.no_grad():
         _, of_hidden, _, of_weights, *_ = node.apply(grad)
-    for leaf, found in ((leaves[0], of_hidden), (leaves[2], of_weights)):
-        if leaf is not None:
+    for function, found in ((before[0], of_hidden), (before[2], of_weights)):
+        if function is not None:
+            leaf = function.variable
             leaf.grad = found if leaf.grad is None else leaf.grad + found
     return True
 
