@@ -25,8 +25,9 @@ from ktft.model.autograd import routed_experts
 from ktft.native.packed import PACKED_FORMATS
 
 FORMATS = [name for name, form in PACKED_FORMATS.items() if form.values]  # those of 4 bits
-FEW_CASES = [(isa, fmt) for isa, fmt in CASES if fmt in FORMATS and isa in ("amx_emu", "avx512_bf16", "amx_bf16")]
-FEW_CASES += [case for case in CASES if case == ("avx512_bf16", "int8")]  # tiles have products of their own for it
+FEW_CASES = [(isa, fmt) for isa, fmt in CASES if fmt in FORMATS and isa != "scalar"]
+# Tiles have products of their own for int8
+FEW_CASES += [(isa, fmt) for isa, fmt in CASES if fmt == "int8" and isa in ("avx2", "avx512", "avx512_bf16")]
 ROWS = (1, 4, 0, 3, 2)
 MORE_ROWS = (5, 12, 0, 7, 8)  # without tiles, up to 12
 # Hidden and intermediate size: less than a tile's 128 columns, whole tiles, whole tiles and 1 to 3 groups of 32

@@ -1,6 +1,9 @@
 // AMX's tile registers and VNNI's products in plain C++, so that tests can run their code on any CPU.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+
 #include "isa/scalar.h"
 
 namespace ktft {
@@ -66,6 +69,7 @@ struct EmulatedTiles {
 };
 
 struct EmulatedCodes {
+  static constexpr int kOffset = 128;
   struct Bytes {
     int32_t lanes[16];
 
@@ -79,6 +83,7 @@ struct EmulatedCodes {
     return v;
   }
   static void store(void* p, const Bytes& v) { std::memcpy(p, v.lanes, sizeof v.lanes); }
+  static Bytes table(const uint8_t* values) { return load(values); }
   static Bytes low_values(const Bytes& table, Bytes codes) {
     for (int i = 0; i < 64; i++) codes.at(i) = table.at(codes.at(i) & 15);
     return codes;
@@ -97,6 +102,18 @@ struct EmulatedCodes {
   }
   static void add_scaled(float* sums, const Bytes& lanes, const float* scales) {
     for (int i = 0; i < 16; i++) sums[i] += scales[i / 4] * float(lanes.lanes[i]);
+  }
+  static int largest_magnitude(const bf16* x) {
+    int largest = 0;
+    for (int i = 0; i < 32; i++) largest = std::max(largest, x[i].bits & 0x7fff);
+    return largest;
+  }
+  static void split(const bf16* x, float factor, int8_t* high, int8_t* low) {
+    for (int i = 0; i < 16; i++) {
+      const int whole = int(std::nearbyint(to_float(x[i]) * factor));
+      high[i] = int8_t(whole >> 7);
+      low[i] = int8_t(whole & 127);
+    }
   }
 };
 

@@ -1,13 +1,12 @@
 // AVX2 + FMA + F16C: 8 lanes.
 #pragma once
 
-#include <immintrin.h>
-
-#include "base/types.h"
+#include "isa/madd_codes.h"
 
 namespace ktft {
 
 struct Avx2 {
+  using Codes = MaddCodes<Avx2>;
   static constexpr int kWidth = 8, kStep = 8;
   static constexpr bool kPairs = false, kLooksUpWords = false;
   static constexpr int kForwardRows = 4, kForwardCols = 2, kBackwardRows = 2;

@@ -1,13 +1,12 @@
 // AVX-512 (F, BW, DQ, VL): 16 lanes.
 #pragma once
 
-#include <immintrin.h>
-
-#include "base/types.h"
+#include "isa/madd_codes.h"
 
 namespace ktft {
 
 struct Avx512 {
+  using Codes = MaddCodes<Avx512>;
   static constexpr int kWidth = 16, kStep = 16;
   static constexpr bool kPairs = false, kLooksUpWords = false;
   static constexpr int kForwardRows = 6, kForwardCols = 4, kBackwardRows = 8;

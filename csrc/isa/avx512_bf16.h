@@ -6,22 +6,27 @@
 
 namespace ktft {
 
-// Products of codes with integers: 4-bit codes, two in a byte, or int8.
-//   low_values, high_values  byte i is table[codes[i] & 15], table[codes[i] >> 4]; the table has 16 bytes, four times
-//   plus_128                 byte i is codes[i] + 128, for signed codes
-//   dot                      int32 lane i is sums[i] + the products of bytes 4i to 4i + 3, unsigned in u, signed in s
+// Products of codes with integers: 4-bit codes, two in a byte, or int8. Values are held with kOffset added to them.
+//   table                    from 16 bytes, four times, each of which is a value + 128
+//   low_values, high_values  byte i is table[codes[i] & 15], table[codes[i] >> 4]
+//   values                   byte i is codes[i], for signed codes
+//   dot                      int32 lane i is sums[i] + the products of bytes 4i to 4i + 3, of values and signed x
 //   add_scaled               sums[i] += scales[i / 4] * lane i, all 16; add_scaled_lanes has a scale for each lane
+//   largest_magnitude        of 32 values of x, the bits of the largest magnitude; NaN is larger than Inf
+//   split                    round(x * factor) = 128 high + low, of 16 values, 0 <= low < 128
 struct VnniCodes {
+  static constexpr int kOffset = 128;
   using Bytes = __m512i;
 
   static Bytes load(const void* p) { return _mm512_loadu_si512(p); }
   static void store(void* p, Bytes v) { _mm512_storeu_si512(p, v); }
+  static Bytes table(const uint8_t* values) { return load(values); }
   static Bytes low_values(Bytes table, Bytes codes) {
     return _mm512_shuffle_epi8(table, _mm512_and_si512(codes, _mm512_set1_epi8(15)));
   }
   static Bytes high_values(Bytes table, Bytes codes) { return low_values(table, _mm512_srli_epi16(codes, 4)); }
-  static Bytes plus_128(Bytes codes) { return _mm512_xor_si512(codes, _mm512_set1_epi8(-128)); }
-  static Bytes dot(Bytes sums, Bytes u, Bytes s) { return _mm512_dpbusd_epi32(sums, u, s); }
+  static Bytes values(Bytes codes) { return _mm512_xor_si512(codes, _mm512_set1_epi8(-128)); }
+  static Bytes dot(Bytes sums, Bytes values, Bytes x) { return _mm512_dpbusd_epi32(sums, values, x); }
   static Bytes times_128(Bytes lanes) { return _mm512_slli_epi32(lanes, 7); }
   static void add_scaled(float* sums, Bytes lanes, const float* scales) {
     const __m512i spread = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
@@ -30,6 +35,18 @@ struct VnniCodes {
   }
   static void add_scaled_lanes(float* sums, Bytes lanes, const float* scales) {
     _mm512_store_ps(sums, _mm512_fmadd_ps(_mm512_cvtepi32_ps(lanes), _mm512_load_ps(scales), _mm512_load_ps(sums)));
+  }
+  static int largest_magnitude(const bf16* x) {
+    const __m512i all = _mm512_and_si512(_mm512_loadu_si512(x), _mm512_set1_epi16(0x7fff));
+    const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+    const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    return 0xffff - _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1))), 0);
+  }
+  static void split(const bf16* x, float factor, int8_t* high, int8_t* low) {
+    const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(Avx512::load(x), _mm512_set1_ps(factor)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(high), _mm512_cvtepi32_epi8(_mm512_srai_epi32(whole, 7)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(low),
+                     _mm512_cvtepi32_epi8(_mm512_and_si512(whole, _mm512_set1_epi32(127))));
   }
 };
 

@@ -66,57 +66,56 @@ static inline float float_of_bits(uint32_t bits) {
   return f;
 }
 
-// Converts 32 columns to fixed point, to whole * the scale that it returns. The largest magnitude gets 14 bits, so that
+// The scale of 32 columns, and the factor that makes them whole numbers: the largest magnitude gets 14 bits, so that
 // values above 1/64 of it are exact. Each group has a scale of its own, because single values can be a thousand times
-// larger than the others.
-static inline float fix_group(const bf16* x, int* whole) {
-  constexpr int kBits = 14, kInfinite = 255,
-                kLeast = 14;  // smaller magnitudes count as 2^-113, so that scales stay normal
-  int largest = 0;
-  for (int i = 0; i < kGroup; i++) largest = std::max(largest, x[i].bits & 0x7fff);
-  const int exponent = std::max(largest >> 7, kLeast);
-  if (exponent >= kInfinite) {  // Inf and NaN become a NaN of the whole token
-    std::fill_n(whole, kGroup, 0);
-    return float_of_bits(0x7fc00000);
+// larger than the others. Inf and NaN have no factor, and the scale NaN.
+struct GroupScale {
+  float scale, factor;
+
+  static GroupScale of(int largest_magnitude) {
+    constexpr int kBits = 14, kInfinite = 255,
+                  kLeast = 14;  // smaller magnitudes count as 2^-113, so that scales stay normal
+    const int exponent = std::max(largest_magnitude >> 7, kLeast);
+    if (exponent >= kInfinite) return {float_of_bits(0x7fc00000), 0};
+    return {float_of_bits(uint32_t(exponent - (kBits - 1)) << 23),
+            float_of_bits(uint32_t(254 + kBits - 1 - exponent) << 23)};
   }
-  const float factor = float_of_bits(uint32_t(254 + kBits - 1 - exponent) << 23);
-  for (int i = 0; i < kGroup; i++) whole[i] = round_even(to_float(x[i]) * factor);
-  return float_of_bits(uint32_t(exponent - (kBits - 1)) << 23);
-}
+};
 
 // Places a group's integers where its codes are in a tile: 4-bit codes of columns i and 16 + i share a byte.
-static inline void place_group(const int* whole, float scale, int group, FixedPoint<2>& out) {
-  for (int row = 0; row < 4; row++) out.scales[row * 4 + group] = scale;
-  for (int half = 0; half < 2; half++)
-    for (int i = 0; i < 16; i++) {
-      out.high[half][group * 16 + i] = int8_t(whole[half * 16 + i] >> 7);
-      out.low[half][group * 16 + i] = int8_t(whole[half * 16 + i] & 127);
+template <class Codes, int kPlanes>
+void place_group(const bf16* x, int group, FixedPoint<kPlanes>& out) {
+  const GroupScale found = GroupScale::of(Codes::largest_magnitude(x));
+  if constexpr (kPlanes == 2)
+    for (int row = 0; row < 4; row++) out.scales[row * 4 + group] = found.scale;
+  else
+    std::fill_n(out.scales + group * 8, 8, found.scale);
+  for (int half = 0; half < 2; half++) {
+    const int plane = kPlanes == 2 ? half : 0, at = kPlanes == 2 ? group * 16 : group * kGroup + half * 16;
+    int8_t *const high = out.high[plane] + at, *const low = out.low[plane] + at;
+    if (found.factor) {
+      Codes::split(x + half * 16, found.factor, high, low);
+    } else {
+      std::fill_n(high, 16, int8_t(0));
+      std::fill_n(low, 16, int8_t(0));
     }
-}
-static inline void place_group(const int* whole, float scale, int group, FixedPoint<1>& out) {
-  std::fill_n(out.scales + group * 8, 8, scale);
-  for (int i = 0; i < kGroup; i++) {
-    out.high[0][group * kGroup + i] = int8_t(whole[i] >> 7);
-    out.low[0][group * kGroup + i] = int8_t(whole[i] & 127);
   }
 }
 
-// Converts one row of a strip's pieces; columns beyond its last one become zeros.
+// Converts one row, whose groups of 32 columns are `stride` elements apart; columns beyond its last one become zeros.
 template <class V, int kPlanes>
-void fix_row(const bf16* at, int cols, FixedPoint<kPlanes>* out, int apart) {
+void fix_row(const bf16* at, int cols, int stride, FixedPoint<kPlanes>* out) {
   using Codes = typename V::Codes;
-  constexpr bf16 kNothing[kGroup] = {};
+  alignas(64) constexpr bf16 kNothing[kGroup] = {};
   constexpr int kCols = FixedPoint<kPlanes>::kCols;
   alignas(64) uint8_t bytes[kRowBytes];
   std::fill_n(bytes, kRowBytes, uint8_t(1));
   const auto ones = Codes::load(bytes);
-  for (int begin = 0; begin < cols; begin += kCols, out += apart) {
-    for (int g = 0; g < kCols / kGroup; g++, at += kPieceElements) {
-      int whole[kGroup];
-      const float scale = fix_group(begin + g * kGroup < cols ? at : kNothing, whole);
-      place_group(whole, scale, g, *out);
-    }
+  for (int begin = 0; begin < cols; begin += kCols, out++) {
+    for (int g = 0; g < kCols / kGroup; g++, at += stride)
+      place_group<Codes>(begin + g * kGroup < cols ? at : kNothing, g, *out);
     std::fill_n(out->start, 16, 0);
+    if constexpr (Codes::kOffset == 0) continue;
     Codes::store(out->start, planes_of<Codes>(*out).dot(ones, ones));
     for (int32_t& sum : out->start) sum = -sum;
   }
@@ -137,10 +136,10 @@ void prefetch_weights(const uint8_t* begin, size_t bytes) {
 template <int M>
 constexpr bool kSpreads = M == 1;
 
-// Adds the products of one tile and its columns of M tokens to sums[r * all + t]. Prefetches a tile at `ahead`, unless
-// that is null.
+// Adds the products of one tile and its columns of M tokens, x[t], to sums[r * all + t]. Prefetches a tile at `ahead`,
+// unless that is null.
 template <class V, class Codec, int M>
-__attribute__((noinline)) void dot_tile(const uint8_t* tile, const FixedPointOf<Codec>* x, const uint8_t* ahead,
+__attribute__((noinline)) void dot_tile(const uint8_t* tile, const FixedPointOf<Codec>* const* x, const uint8_t* ahead,
                                         int all, float* sums) {
   using Codes = typename V::Codes;
   constexpr int kPlanes = FixedPointOf<Codec>::kPlanes, kBytes = info(Codec::kFormat).tile_bytes;
@@ -151,13 +150,13 @@ __attribute__((noinline)) void dot_tile(const uint8_t* tile, const FixedPointOf<
     for (int i = 0; i < kTileRows * 4; i++) own[i] = Codec::template group_scale<V>(tile, i);
     for (int t = 0; t < M; t++)
       for (int i = 0; i < kTileRows * 4; i += V::kWidth)
-        V::store(scales[t] + i, V::mul(V::load(own + i), V::load(x[t].scales + i % 16)));
+        V::store(scales[t] + i, V::mul(V::load(own + i), V::load(x[t]->scales + i % 16)));
   }
   Planes<Codes, kPlanes> planes[M];
 #pragma GCC unroll 4
-  for (int t = 0; t < M; t++) planes[t] = planes_of<Codes>(x[t]);
+  for (int t = 0; t < M; t++) planes[t] = planes_of<Codes>(*x[t]);
   typename Codes::Bytes table;
-  if constexpr (kNibbles) table = Codes::load(Codec::kWholeValues.at);
+  if constexpr (kNibbles) table = Codes::table(Codec::kWholeValues.at);
   if (!kSpreads<M> && ahead) prefetch_weights<V>(ahead, kBytes);
   if (kSpreads<M> && kBytes > kCodeBytes) prefetch_weights<V>(ahead + kCodeBytes, kBytes - kCodeBytes);
   for (int r = 0; r < kTileRows; r++) {
@@ -169,10 +168,10 @@ __attribute__((noinline)) void dot_tile(const uint8_t* tile, const FixedPointOf<
       for (int t = 0; t < M; t++)
         Codes::add_scaled(sums + (r * all + t) * 16, planes[t].dot(first, second), scales[t] + r * 4);
     } else {
-      const auto values = Codes::plus_128(codes);
+      const auto values = Codes::values(codes);
 #pragma GCC unroll 4
       for (int t = 0; t < M; t++)
-        Codes::add_scaled_lanes(sums + (r * all + t) * 16, planes[t].dot(values, values), x[t].scales);
+        Codes::add_scaled_lanes(sums + (r * all + t) * 16, planes[t].dot(values, values), x[t]->scales);
     }
   }
 }

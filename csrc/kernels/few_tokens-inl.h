@@ -22,11 +22,12 @@ constexpr int kPieceBytes = info(Codec::kFormat).tile_bytes / (info(Codec::kForm
 // What a call prefetches: its own rows of W, which are contiguous, then those of its next product. What follows the
 // last product belongs to another thread's work.
 struct DotAhead {
-  const uint8_t *end, *next;
+  const uint8_t *end = nullptr, *next = nullptr;
+  int64_t distance = kDotAhead;  // at most the bytes that come next
 
   const uint8_t* of(const uint8_t* at) const {
-    const int64_t past = at + kDotAhead - end;
-    return past < 0 ? at + kDotAhead : next ? next + past : at;
+    const int64_t past = at + distance - end;
+    return past < 0 ? at + distance : next ? next + past : at;
   }
 };
 
@@ -44,23 +45,22 @@ static inline int low_rank_cols(const GemmArgs& a) {
   return cols;
 }
 
-// Adds the products of W[row + r, begin ..) and X[t, begin ..) over `pieces` pieces to sums[r][t]. `weights` are
+// Adds the products of W[row + r, begin ..) and x[t][begin ..) over `pieces` pieces to sums[r][t]. `weights` are
 // decoded rows, or null when they are decoded here. `ahead` is memory to prefetch meanwhile, or null.
 template <class V, class Codec, int R, int M>
-void dot_rows(const PackedMatrix& w, int strip, int row, const bf16* weights, const bf16* x, int begin, int pieces,
-              const uint8_t* ahead, float* sums) {
+void dot_rows(const PackedMatrix& w, int strip, int row, const bf16* weights, const bf16* const* x, int begin,
+              int pieces, const uint8_t* ahead, float* sums) {
   typename V::F acc[R][M];
   for (int r = 0; r < R; r++)
     for (int t = 0; t < M; t++) acc[r][t] = V::load(sums + ((row + r) * M + t) * V::kWidth);
   for (int p = 0; p < pieces; p++) {
-    const bf16* const in = x + begin + p * 32;
+    const int col = begin + p * 32;
     if (ahead) prefetch(ahead + p * kPieceBytes<Codec>, kPieceBytes<Codec>);
     if constexpr (Codec::kFormat == Format::kInt8) {
-      const int col = begin + p * 32;
       const uint8_t* const tile = w.tile(strip, col / 64) + col % 64;
       for (int s = 0; s < 32; s += V::kWidth) {
         typename V::F tokens[M];
-        for (int t = 0; t < M; t++) tokens[t] = V::load(in + t * w.cols + s);
+        for (int t = 0; t < M; t++) tokens[t] = V::load(x[t] + col + s);
         for (int r = 0; r < R; r++) {
           const typename V::F row_of_w =
               V::load_int8(reinterpret_cast<const int8_t*>(tile) + (row + r) * kRowBytes + s);
@@ -71,7 +71,7 @@ void dot_rows(const PackedMatrix& w, int strip, int row, const bf16* weights, co
       const bf16* const piece = weights + p * kPieceElements;
       for (int s = 0; s < 32; s += V::kStep) {
         typename V::In tokens[M];
-        for (int t = 0; t < M; t++) tokens[t] = V::load_in(in + t * w.cols + s);
+        for (int t = 0; t < M; t++) tokens[t] = V::load_in(x[t] + col + s);
         for (int r = 0; r < R; r++) {
           const typename V::In row_of_w = V::load_in(piece + (row + r) * 32 + s);
           for (int t = 0; t < M; t++) acc[r][t] = V::dot(acc[r][t], tokens[t], row_of_w);
@@ -83,9 +83,10 @@ void dot_rows(const PackedMatrix& w, int strip, int row, const bf16* weights, co
     for (int t = 0; t < M; t++) V::store(sums + ((row + r) * M + t) * V::kWidth, acc[r][t]);
 }
 
-// Adds the products of one strip of W and M rows of X to results[r * all + t]. `panel` has room for kDotPieces pieces.
+// Adds the products of one strip of W and M rows of X, x[t], to results[r * all + t]. `panel` has room for kDotPieces
+// pieces.
 template <class V, class Codec, int M>
-void dot_strip(const PackedMatrix& w, int strip, const bf16* x, bf16* panel, const DotAhead& further, int all,
+void dot_strip(const PackedMatrix& w, int strip, const bf16* const* x, bf16* panel, const DotAhead& further, int all,
                float* results) {
   constexpr bool kInPlace = Codec::kFormat == Format::kBf16, kWidens = Codec::kFormat == Format::kInt8;
   constexpr int R = kDotRows[M];
@@ -123,7 +124,7 @@ void each_few(int tokens, const Fn& f) {
 
 // The same with W's codes and fixed-point rows of X, tile by tile.
 template <class V, class Codec>
-void dot_codes_strip(const PackedMatrix& w, int strip, const FixedPointOf<Codec>* x, int tokens,
+void dot_codes_strip(const PackedMatrix& w, int strip, const FixedPointOf<Codec>* const* x, int tokens,
                      const DotAhead& further, float* results) {
   constexpr int kTileBytes = info(Codec::kFormat).tile_bytes;
   alignas(64) float sums[kTileRows * kMostDots * 16];
@@ -131,8 +132,9 @@ void dot_codes_strip(const PackedMatrix& w, int strip, const FixedPointOf<Codec>
   const uint8_t* tile = w.tile(strip, 0);
   for (int i = 0; i < w.col_tiles(); i++, tile += kTileBytes)
     each_few(tokens, [&]<int M>(int t) {
-      dot_tile<V, Codec, M>(tile, x + i * tokens + t, t && !kSpreads<M> ? nullptr : further.of(tile), tokens,
-                            sums + t * 16);
+      const FixedPointOf<Codec>* at[M];
+      for (int m = 0; m < M; m++) at[m] = x[t + m] + i;
+      dot_tile<V, Codec, M>(tile, at, t && !kSpreads<M> ? nullptr : further.of(tile), tokens, sums + t * 16);
     });
   for (int i = 0; i < kTileRows * tokens; i++) {
     typename V::F sum = V::zero();
@@ -163,17 +165,24 @@ void few_tokens_forward(const GemmArgs& a) {
   bf16* const low_rank = panel + kDotPieces * kPieceElements;
   bf16* const x = low_rank + in_lines(size_t(tokens) * low_rank_cols(a) * sizeof(bf16)) / sizeof(bf16);
   FixedPointOf<Codec>* const fixed = reinterpret_cast<FixedPointOf<Codec>*>(x);
+  const bf16 *rows_of_x[kMostDots], *rows_of_low_rank[kMostDots];
+  const FixedPointOf<Codec>* fixed_rows[kMostDots];
   for (int i = 0; i < a.count; i++) {
     const GemmTerm& term = a.terms[i];
     const PackedMatrix& w = *term.w;
     const bf16* const rows = kHasTiles<V> ? term.x + strip_elements(w.cols) : term.x;
-    for (int t = 0; t < tokens && (i == 0 || term.x != a.terms[i - 1].x); t++)
-      if constexpr (kDotsCodes<V, Codec>)
-        fix_row<V>(rows + t * 32, w.cols, fixed + t, tokens);
-      else
-        copy_row(rows + t * 32, w.cols, x + t * w.cols);
+    const bool anew = i == 0 || term.x != a.terms[i - 1].x;
+    for (int t = 0; t < tokens; t++)
+      if constexpr (kDotsCodes<V, Codec>) {
+        fixed_rows[t] = fixed + t * w.col_tiles();
+        if (anew) fix_row<V>(rows + t * 32, w.cols, kPieceElements, fixed + t * w.col_tiles());
+      } else {
+        rows_of_x[t] = x + t * w.cols;
+        if (anew) copy_row(rows + t * 32, w.cols, x + t * w.cols);
+      }
     for (int t = 0; t < tokens && term.lora; t++) {
       bf16* const to = low_rank + t * term.lora->cols;
+      rows_of_low_rank[t] = to;
       if constexpr (kHasTiles<V>)
         copy_turned_row(term.low_rank, t, term.lora->cols, to);
       else
@@ -187,12 +196,12 @@ void few_tokens_forward(const GemmArgs& a) {
       const int strip = (term.out_begin + out) / kTileRows, lora_strip = (term.lora_begin + out) / kTileRows;
       each_few(tokens, [&]<int M>(int t) {
         if (term.lora)
-          dot_strip<V, Bf16Codec, M>(*term.lora, lora_strip, low_rank + t * term.lora->cols, panel, {}, tokens,
+          dot_strip<V, Bf16Codec, M>(*term.lora, lora_strip, rows_of_low_rank + t, panel, DotAhead{}, tokens,
                                      results + t);
         if constexpr (!kDotsCodes<V, Codec>)
-          dot_strip<V, Codec, M>(w, strip, x + t * w.cols, panel, further, tokens, results + t);
+          dot_strip<V, Codec, M>(w, strip, rows_of_x + t, panel, further, tokens, results + t);
       });
-      if constexpr (kDotsCodes<V, Codec>) dot_codes_strip<V, Codec>(w, strip, fixed, tokens, further, results);
+      if constexpr (kDotsCodes<V, Codec>) dot_codes_strip<V, Codec>(w, strip, fixed_rows, tokens, further, results);
       store_dots<V>(results, a, out, term.c);
     }
   }

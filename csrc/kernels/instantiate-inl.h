@@ -6,6 +6,7 @@
 #include "kernels/gemm-inl.h"
 #include "kernels/int8_gemm-inl.h"
 #include "kernels/rates-inl.h"
+#include "kernels/strips-inl.h"
 #include "kernels/tile_gemm-inl.h"
 #include "kernels/vector-inl.h"
 
@@ -13,6 +14,7 @@ namespace ktft {
 
 struct IsaTable {
   Gemm gemms[kFormats][kPasses];
+  StripKernels strips[kFormats];
   VectorKernels vectors;
   RateKernels rates;
   Int8Kernels int8;
@@ -20,7 +22,9 @@ struct IsaTable {
 extern const IsaTable kAmxEmuTable, kScalarTable, kAvx2Table, kAvx512Table, kAvx512Bf16Table, kAmxBf16Table;
 
 template <class V, class Codec>
-consteval void add_gemms(IsaTable& table) {
+consteval void add_format(IsaTable& table) {
+  table.strips[int(Codec::kFormat)] = {kMostStripRows<V, Codec>, &strip_row_bytes<V, Codec>, &place_strip_row<V, Codec>,
+                                       &strip_product<V, Codec>};
   auto& [forward, backward] = table.gemms[int(Codec::kFormat)];
   if constexpr (kHasTiles<V>) {
     forward = &tile_gemm_forward<V, Codec>;
@@ -33,14 +37,15 @@ consteval void add_gemms(IsaTable& table) {
 
 template <class V>
 consteval IsaTable isa_table() {
-  IsaTable table{
-      .gemms = {},
-      .vectors = {kHasTiles<V>, &pack_rows<V>, &pack_rows<V>, &unturn<V>, &swiglu<V>, &swiglu_backward<V>,
-                  &store_rows<V>, &finite<V>, &convert<V, bf16, float>, &convert<V, float, bf16>, &scale_row<V>,
-                  &split<V>, &dot<V>, &weighted_sum<V>, &dropout_mask<V>, &adam<V, float>, &adam<V, bf16>},
-      .rates = {&fill_rate_memory, nullptr, &hot_rate<V>},
-      .int8 = {}};
-#define KTFT_FORMAT(name, Codec, ...) add_gemms<V, Codec>(table);
+  IsaTable table{.gemms = {},
+                 .strips = {},
+                 .vectors = {kHasTiles<V>, &pack_rows<V>, &pack_rows<V>, &unturn<V>, &swiglu<V>, &swiglu_backward<V>,
+                             &swiglu_strip<V>, &store_rows<V>, &finite<V>, &convert<V, bf16, float>,
+                             &convert<V, float, bf16>, &scale_row<V>, &split<V>, &dot<V>, &weighted_sum<V>,
+                             &dropout_mask<V>, &adam<V, float>, &adam<V, bf16>},
+                 .rates = {&fill_rate_memory, nullptr, &hot_rate<V>},
+                 .int8 = {}};
+#define KTFT_FORMAT(name, Codec, ...) add_format<V, Codec>(table);
 #include "quant/formats.inc"
 #undef KTFT_FORMAT
   if constexpr (kHasTiles<V>) {

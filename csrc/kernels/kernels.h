@@ -85,6 +85,23 @@ static constexpr bool reads_rows(int most, int tokens, int cols, int low_rank) {
 
 using Gemm = void (*)(const GemmArgs&);
 
+// The product of 16 outputs, a strip of W, with at most kFewRows rows of X:
+//   results[t, r] = sum_i W[16 strip + r, i] rows[t][i], without W's row scales
+struct StripArgs {
+  const PackedMatrix* w;
+  int strip;
+  const void* const* rows;  // as StripKernels::place made them
+  int tokens;
+  const uint8_t* next;  // the strip to prefetch meanwhile, of the same length; or null
+  float* results;       // [tokens, 16]
+};
+struct StripKernels {
+  int most;                        // the most rows for which they are faster than the GEMM
+  int64_t (*row_bytes)(int cols);  // of one prepared row, a multiple of 64
+  void (*place)(const bf16* row, int cols, void* out);
+  void (*product)(const StripArgs&);
+};
+
 // Applied to each output of a product: scale * c + bias.
 struct Affine {
   const float *scale, *bias;  // [cols]; null stands for ones (scale) or zeros (bias)
@@ -180,6 +197,9 @@ struct VectorKernels {
   void (*unturn)(int pieces, float* c);  // makes forward results row-major 16 x 32 pieces, in place
   void (*swiglu)(const SwigluArgs&);
   void (*swiglu_backward)(const SwigluBackwardArgs&);
+  // h of one row's 16 outputs
+  void (*swiglu_strip)(const Swiglu& function, const float* gate, const float* up, const Affine& gate_out,
+                       const Affine& up_out, bf16* h);
   // y[t, j] = c[t, j] * scale[j] + bias[j]; y is row-major
   void (*store_rows)(Pass pass, int tokens, int cols, const float* c, const Affine& out, bf16* y, int64_t ldy);
   bool (*finite)(int n, const bf16* x);
@@ -205,6 +225,7 @@ struct RateKernels {
 constexpr size_t kRateMemory = size_t(256) << 10;
 
 Gemm find_gemm(Isa isa, Format format, Pass pass);
+const StripKernels& strip_kernels(Isa isa, Format format);
 const VectorKernels& vector_kernels(Isa isa);
 const RateKernels& rate_kernels(Isa isa);
 const Int8Kernels* int8_kernels(Isa isa);  // null where there are none

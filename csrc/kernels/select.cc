@@ -13,6 +13,8 @@ const IsaTable& table_of(Isa isa) {
 
 Gemm find_gemm(Isa isa, Format format, Pass pass) { return table_of(isa).gemms[int(format)][int(pass)]; }
 
+const StripKernels& strip_kernels(Isa isa, Format format) { return table_of(isa).strips[int(format)]; }
+
 const VectorKernels& vector_kernels(Isa isa) { return table_of(isa).vectors; }
 
 const Int8Kernels* int8_kernels(Isa isa) {

@@ -26,6 +26,7 @@ void gate_up(const Call& call, const PackedLora& lora, const TokenRows& tokens, 
 }
 
 void forward(Call& call, const TokenRows& hidden, void* out, Saved* saved, bool retain) {
+  if (!saved && runs_few_rows(call)) return forward_few_rows(call, hidden, out);
   plan(call, forward_work(retain));
   const PackedLora lora = pack_lora(call);
   const Activations act = place_activations(call, retain ? saved : nullptr);

@@ -144,7 +144,8 @@ std::shared_ptr<Saved> MoeLayer::forward(const LayerInput& input, const Lora* lo
     const ForkLock lock(runtime_->mutex);
     Call call = call_of(saved->routes, input.top_k_weights, lora);
     call.int8 = activation_bits == 8;
-    ktft::forward(call, {input.hidden, input.dtype}, out, saved.get(), keep == Keep::kActivations);
+    ktft::forward(call, {input.hidden, input.dtype}, out, keep == Keep::kNothing ? nullptr : saved.get(),
+                  keep == Keep::kActivations);
   }
   return keep == Keep::kNothing ? nullptr : saved;
 }

@@ -7,7 +7,8 @@ namespace {
 
 constexpr int kTokensPerTask = 16, kColsPerTask = 1024;  // of combine; columns are divided if tokens give too few tasks
 
-// Columns [col, col + cols) of one token as bf16: in place, or converted into `out`. spare [cols] is needed for fp16.
+}  // namespace
+
 const bf16* bf16_row(const Call& call, const TokenRows& tokens, int token, int col, int cols, bf16* out, float* spare) {
   const size_t at = size_t(token) * call.weights.shape().hidden + col;
   if (tokens.dtype == Dtype::kBf16) return static_cast<const bf16*>(tokens.data) + at;
@@ -19,8 +20,6 @@ const bf16* bf16_row(const Call& call, const TokenRows& tokens, int token, int c
   call.vec().narrow(cols, wide, out);
   return out;
 }
-
-}  // namespace
 
 int gather_chunk(const Call& call, const TokenRows& tokens, const Gather& how, const RowChunk& chunk, bf16* out,
                  Scratch& scratch) {

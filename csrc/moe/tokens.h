@@ -11,6 +11,9 @@ struct TokenRows {
   Dtype dtype;
 };
 
+// Columns [col, col + cols) of one token as bf16: in place, or converted into `out`. spare [cols] is needed for fp16.
+const bf16* bf16_row(const Call& call, const TokenRows& tokens, int token, int col, int cols, bf16* out, float* spare);
+
 // How rows are gathered.
 struct Gather {
   Pass pass;                   // whose GEMM reads them; forward has a layout of its own

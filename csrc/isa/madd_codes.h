@@ -1,0 +1,94 @@
+// Products of bytes on AVX2, for ISAs without AVX-512-VNNI.
+#pragma once
+
+#include <immintrin.h>
+
+#include "base/types.h"
+
+namespace ktft {
+
+// See VnniCodes (isa/avx512_bf16.h). Without an instruction for unsigned times signed bytes that cannot overflow,
+// values stay signed, and the sign of x goes to them: |x| <= 128 and |value| <= 127 make pairs of products fit 16 bits.
+// The ISA is a parameter so that ISAs share no code.
+template <class Isa>
+struct MaddCodes {
+  static constexpr int kOffset = 0;
+  struct Bytes {
+    __m256i half[2];
+  };
+
+  static Bytes load(const void* p) {
+    const auto at = static_cast<const __m256i*>(p);
+    return {{_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)}};
+  }
+  static void store(void* p, const Bytes& v) {
+    for (int i = 0; i < 2; i++) _mm256_storeu_si256(static_cast<__m256i*>(p) + i, v.half[i]);
+  }
+  template <class Fn>
+  static Bytes each(const Bytes& v, const Fn& fn) {
+    return {{fn(v.half[0]), fn(v.half[1])}};
+  }
+  static Bytes table(const uint8_t* values) {
+    return each(load(values), [](__m256i v) { return _mm256_xor_si256(v, _mm256_set1_epi8(-128)); });
+  }
+  static Bytes low_values(const Bytes& table, const Bytes& codes) {
+    return each(codes, [&](__m256i v) {
+      return _mm256_shuffle_epi8(table.half[0], _mm256_and_si256(v, _mm256_set1_epi8(15)));
+    });
+  }
+  static Bytes high_values(const Bytes& table, const Bytes& codes) {
+    return low_values(table, each(codes, [](__m256i v) { return _mm256_srli_epi16(v, 4); }));
+  }
+  static Bytes values(const Bytes& codes) { return codes; }
+  static Bytes dot(const Bytes& sums, const Bytes& values, const Bytes& x) {
+    Bytes out;
+    for (int i = 0; i < 2; i++) {
+      const __m256i pairs =
+          _mm256_maddubs_epi16(_mm256_abs_epi8(x.half[i]), _mm256_sign_epi8(values.half[i], x.half[i]));
+      out.half[i] = _mm256_add_epi32(sums.half[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    return out;
+  }
+  static Bytes times_128(const Bytes& lanes) {
+    return each(lanes, [](__m256i v) { return _mm256_slli_epi32(v, 7); });
+  }
+  static void add_scaled(float* sums, const Bytes& lanes, const float* scales) {
+    const __m256 all = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(scales));
+    for (int i = 0; i < 2; i++) {
+      const __m256i spread = _mm256_set_epi32(2 * i + 1, 2 * i + 1, 2 * i + 1, 2 * i + 1, 2 * i, 2 * i, 2 * i, 2 * i);
+      add(sums + 8 * i, lanes.half[i], _mm256_permutevar_ps(all, spread));
+    }
+  }
+  static void add_scaled_lanes(float* sums, const Bytes& lanes, const float* scales) {
+    for (int i = 0; i < 2; i++) add(sums + 8 * i, lanes.half[i], _mm256_loadu_ps(scales + 8 * i));
+  }
+  static void add(float* sums, __m256i lanes, __m256 scales) {
+    _mm256_storeu_ps(sums, _mm256_fmadd_ps(_mm256_cvtepi32_ps(lanes), scales, _mm256_loadu_ps(sums)));
+  }
+  static int largest_magnitude(const bf16* x) {
+    const auto at = reinterpret_cast<const __m256i*>(x);
+    const __m256i magnitude = _mm256_set1_epi16(0x7fff);
+    const __m256i half = _mm256_max_epu16(_mm256_and_si256(_mm256_loadu_si256(at), magnitude),
+                                          _mm256_and_si256(_mm256_loadu_si256(at + 1), magnitude));
+    const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    return 0xffff - _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1))), 0);
+  }
+  static void split(const bf16* x, float factor, int8_t* high, int8_t* low) {
+    __m256i whole[2];
+    for (int i = 0; i < 2; i++) {
+      const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + 8 * i)));
+      whole[i] =
+          _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16)), _mm256_set1_ps(factor)));
+    }
+    const auto pack = [](int8_t* to, __m256i first, __m256i second) {
+      const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(first, second), 0xd8);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                       _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+    };
+    const __m256i low_bits = _mm256_set1_epi32(127);
+    pack(high, _mm256_srai_epi32(whole[0], 7), _mm256_srai_epi32(whole[1], 7));
+    pack(low, _mm256_and_si256(whole[0], low_bits), _mm256_and_si256(whole[1], low_bits));
+  }
+};
+
+}  // namespace ktft

@@ -1,0 +1,234 @@
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+
+#include "moe/passes.h"
+#include "moe/tokens.h"
+
+namespace ktft {
+namespace {
+
+constexpr int kMostTokens = 64;
+
+template <class Done>
+void await(const Done& done) {
+  while (!done() && !spin(std::chrono::milliseconds(1), done)) {
+  }
+}
+
+// One call. Its tasks are taken in order, and a task waits for earlier ones alone, so that some thread can always go
+// on: first every token's row is prepared, then come gate and up, strip by strip of every expert, then down, each task
+// with some outputs of all experts, which it adds up. Threads meet once, between gate and down, and nothing is added
+// twice or later.
+class FewRows {
+ public:
+  FewRows(Call& call, const TokenRows& hidden, void* out)
+      : call_(call),
+        routes_(call.routes),
+        weights_(call.weights),
+        kernels_(strip_kernels(call.runtime.isa, call.weights.format())),
+        hidden_(hidden),
+        out_(out),
+        experts_(int(call.routes.experts.size())),
+        width_(call.weights.width(0)),
+        size_(call.weights.shape().hidden),
+        threads_(call.runtime.pool.threads()),
+        gate_strips_(std::clamp(experts_ * (width_ / kTileRows) / (kPerThread * threads_), 1, kMostStrips)),
+        down_strips_(std::clamp(size_ / kTileRows / (kPerThread * threads_), 1, kMostStrips)),
+        gate_tasks_(ceil_div(width_ / kTileRows, gate_strips_)),
+        x_bytes_(kernels_.row_bytes(size_)),
+        h_bytes_(kernels_.row_bytes(width_)),
+        left_(size_t(experts_)) {
+    const size_t wide = in_lines(size_t(size_) * (sizeof(bf16) + sizeof(float))),
+                 narrow = in_lines(size_t(width_) * sizeof(bf16));
+    const size_t tokens = size_t(routes_.tokens), rows = size_t(routes_.rows);
+    x_ = call.workspace().few_rows.get<char>(tokens * (x_bytes_ + wide) + rows * (h_bytes_ + narrow));
+    placed_h_ = x_ + tokens * x_bytes_;
+    converted_ = placed_h_ + rows * h_bytes_;
+    h_ = converted_ + tokens * wide;
+    wide_ = wide;
+    narrow_ = narrow;
+    for (std::atomic<int>& left : left_) left.store(gate_tasks_, std::memory_order_relaxed);
+  }
+
+  void run() {
+    const int tokens = routes_.tokens, gates = experts_ * gate_tasks_,
+              downs = ceil_div(size_ / kTileRows, down_strips_);
+    const Phase phase(call_.runtime.phases, "few rows");
+    call_.runtime.pool.run(tokens + gates + downs, [&](int task, int) {
+      if (task < tokens)
+        place(task);
+      else if (task < tokens + gates)
+        gate_up(task - tokens, gates);
+      else
+        down(task - tokens - gates);
+    });
+    check_finite(call_, bad_);
+  }
+
+ private:
+  static constexpr int kPerThread = 16, kMostStrips = 8;
+
+  bool has_rows(int token) const {
+    const int* const row = routes_.route_row.data() + size_t(token) * routes_.top_k;
+    return std::any_of(row, row + routes_.top_k, [](int at) { return at != kElsewhere; });
+  }
+
+  void place(int token) {
+    if (has_rows(token)) {
+      char* const at = converted_ + token * wide_;
+      const bf16* const row = bf16_row(call_, hidden_, token, 0, size_, reinterpret_cast<bf16*>(at),
+                                       reinterpret_cast<float*>(at + size_t(size_) * sizeof(bf16)));
+      if (!call_.vec().finite(size_, row)) bad_ = token;
+      kernels_.place(row, size_, x_ + token * x_bytes_);
+    }
+    placed_.fetch_add(1, std::memory_order_release);
+  }
+
+  // The gate's strip that a later task begins with, or null.
+  const uint8_t* gate_strip(int task, int gates) const {
+    if (task >= gates) return nullptr;
+    const Projection first = weights_.shape().inputs()[0];
+    return weights_.matrix(0, routes_.experts[task / gate_tasks_].expert, first)
+        .tile(task % gate_tasks_ * gate_strips_, 0);
+  }
+
+  void gate_up(int task, int gates) {
+    const RowChunk& rows = routes_.experts[task / gate_tasks_];
+    const int begin = task % gate_tasks_ * gate_strips_, end = std::min(begin + gate_strips_, width_ / kTileRows);
+    const std::span<const Projection> inputs = weights_.shape().inputs();
+    const int count = int(inputs.size());
+    PackedMatrix matrix[2];
+    for (int i = 0; i < count; i++) matrix[i] = weights_.matrix(0, rows.expert, inputs[i]);
+    await([&] { return placed_.load(std::memory_order_acquire) == routes_.tokens; });
+    for (int strip = begin; strip < end; strip++)
+      for (int first = 0; first < rows.rows; first += kFewRows) {
+        const int few = std::min(kFewRows, rows.rows - first), row = rows.begin + first;
+        const void* x[kFewRows];
+        for (int t = 0; t < few; t++) x[t] = x_ + routes_.token(row + t) * x_bytes_;
+        alignas(64) float results[2][kFewRows * kTileRows];
+        for (int i = 0; i < count; i++) {
+          // What comes next in this task, or, as far as one can guess, in this thread
+          const uint8_t* const next = i + 1 < count     ? matrix[i + 1].tile(strip, 0)
+                                      : strip + 1 < end ? matrix[0].tile(strip + 1, 0)
+                                                        : gate_strip(task + threads_, gates);
+          kernels_.product({&matrix[i], strip, x, few, first ? nullptr : next, results[i]});
+        }
+        const int col = strip * kTileRows;
+        for (int t = 0; t < few; t++)
+          call_.vec().swiglu_strip(call_.swiglu, results[0] + t * kTileRows, results[count - 1] + t * kTileRows,
+                                   affine_at(matrix[0], col), affine_at(matrix[count - 1], col), h_row(row + t) + col);
+      }
+    if (left_[task / gate_tasks_].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+    for (int row = rows.begin; row < rows.begin + rows.rows; row++)
+      kernels_.place(h_row(row), width_, placed_h_ + row * h_bytes_);
+    finished_.fetch_add(1, std::memory_order_release);
+  }
+
+  void down(int task) {
+    const int begin = task * down_strips_, end = std::min(begin + down_strips_, size_ / kTileRows);
+    // While the last of gate and up are computed, memory has nothing else to do
+    prefetch(down_strip(0, begin), kAhead);
+    await([&] { return finished_.load(std::memory_order_acquire) == experts_; });
+    for (int strip = begin; strip < end; strip++) {
+      alignas(64) float sums[kMostTokens * kTileRows] = {};
+      for (int i = 0; i < experts_; i++) {
+        const uint8_t* const next = i + 1 < experts_  ? down_strip(i + 1, strip)
+                                    : strip + 1 < end ? down_strip(0, strip + 1)
+                                                      : nullptr;
+        add_down(routes_.experts[i], strip, next, sums);
+      }
+      store(strip, sums);
+    }
+  }
+
+  const uint8_t* down_strip(int expert, int strip) const {
+    return weights_.matrix(0, routes_.experts[expert].expert, Projection::kDown).tile(strip, 0);
+  }
+
+  // Adds one expert's weighted outputs to the sums of its tokens.
+  void add_down(const RowChunk& rows, int strip, const uint8_t* next, float* sums) const {
+    const PackedMatrix matrix = weights_.matrix(0, rows.expert, Projection::kDown);
+    const Affine affine = affine_at(matrix, strip * kTileRows);
+    for (int first = 0; first < rows.rows; first += kFewRows) {
+      const int few = std::min(kFewRows, rows.rows - first), row = rows.begin + first;
+      const void* h[kFewRows];
+      for (int t = 0; t < few; t++) h[t] = placed_h_ + (row + t) * h_bytes_;
+      alignas(64) float results[kFewRows * kTileRows];
+      kernels_.product({&matrix, strip, h, few, first ? nullptr : next, results});
+      for (int t = 0; t < few; t++) {
+        float* const to = sums + routes_.token(row + t) * kTileRows;
+        const float* const from = results + t * kTileRows;
+        const float weight = call_.row_weight(row + t);
+        for (int r = 0; r < kTileRows; r++)
+          to[r] += weight * ((affine.scale ? affine.scale[r] : 1.f) * from[r] + (affine.bias ? affine.bias[r] : 0.f));
+      }
+    }
+  }
+
+  void store(int strip, const float* sums) const {
+    for (int t = 0; t < routes_.tokens; t++) {
+      const size_t at = size_t(t) * size_ + strip * kTileRows;
+      const float* const from = sums + t * kTileRows;
+      if (hidden_.dtype == Dtype::kBf16)
+        call_.vec().narrow(kTileRows, from, static_cast<bf16*>(out_) + at);
+      else if (hidden_.dtype == Dtype::kF32)
+        std::copy_n(from, kTileRows, static_cast<float*>(out_) + at);
+      else
+        for (int r = 0; r < kTileRows; r++) static_cast<uint16_t*>(out_)[at + r] = float_to_half(from[r]);
+    }
+  }
+
+  bf16* h_row(int row) const { return reinterpret_cast<bf16*>(h_ + row * narrow_); }
+
+  static constexpr size_t kAhead = 4 << 10;  // bytes of a strip, whatever its format
+
+  Call& call_;
+  const Routes& routes_;
+  const PackedExperts& weights_;
+  const StripKernels& kernels_;
+  const TokenRows& hidden_;
+  void* const out_;
+  const int experts_, width_, size_, threads_;
+  const int gate_strips_, down_strips_;  // of a task
+  const int gate_tasks_;                 // of an expert
+  const size_t x_bytes_, h_bytes_;       // of prepared rows
+  size_t wide_, narrow_;                 // bytes of rows of hidden states and of h
+  char *x_, *placed_h_, *converted_, *h_;
+  std::vector<std::atomic<int>> left_;  // tasks of gate and up, by expert
+  std::atomic<int> placed_{0};          // tokens
+  std::atomic<int> finished_{0};        // experts whose h is ready for down
+  std::atomic<int> bad_{-1};            // a token with NaN or Inf
+};
+
+}  // namespace
+
+bool runs_few_rows(const Call& call) {
+  const Routes& routes = call.routes;
+  const StripKernels& kernels = strip_kernels(call.runtime.isa, call.weights.format());
+  if (call.lora || call.adapters || call.int8 || call.weights.nodes() > 1 || call.runtime.pool.nodes() > 1)
+    return false;
+  const int experts = int(routes.experts.size());
+  // With more experts, a thread does better with whole ones: it reads longer runs of memory
+  if (experts >= kExpertsPerThread * call.runtime.pool.threads()) return false;
+  if (!experts || routes.tokens > kMostTokens || routes.rows > kernels.most * experts) return false;
+  return std::all_of(routes.experts.begin(), routes.experts.end(),
+                     [&](const RowChunk& expert) { return expert.rows <= 2 * kernels.most; });
+}
+
+void forward_few_rows(Call& call, const TokenRows& hidden, void* out) {
+  Runtime& rt = call.runtime;
+  if (!rt.workspace) rt.workspace = std::make_shared<Workspace>(rt.pool.nodes(), rt.pool.threads());
+  FewRows(call, hidden, out).run();
+  int64_t tiles = 0;
+  const int expert = call.routes.experts[0].expert;
+  for (const Projection p : {Projection::kGate, Projection::kUp, Projection::kDown})
+    if (call.weights.shape().rows(p)) {
+      const PackedMatrix matrix = call.weights.matrix(0, expert, p);
+      tiles += int64_t(matrix.rows / kTileRows) * matrix.col_tiles();
+    }
+  rt.weight_bytes.fetch_add(tiles * info(call.weights.format()).tile_bytes * int64_t(call.routes.experts.size()),
+                            std::memory_order_relaxed);
+}
+
+}  // namespace ktft

@@ -1,0 +1,108 @@
+"""Few tokens without LoRA and without a backward: all experts in one phase (csrc/moe/few_rows.cc)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from contract import (
+    CASES,
+    EXPERTS,
+    GPT_OSS,
+    OUTPUT_TOLERANCE,
+    dequantized,
+    emulation_in_full,
+    gated_oracle,
+    make_gated,
+    make_layer,
+    make_lora,
+    random_inputs,
+    relative,
+)
+from torch import Tensor
+
+from ktft import native, reference
+from ktft.native import ELSEWHERE, ExpertLayer
+
+THREADS = 3  # with fewer than four experts a thread, no task is a whole expert
+FORMAT_OF = {"amx_emu": "k4"}
+# Tiles are faster for bf16
+STRIP_CASES = [(isa, fmt) for isa, fmt in CASES if fmt != "bf16" or not isa.startswith("amx")]
+ISAS = [(isa, FORMAT_OF.get(isa, "int8")) for isa in native.isas()]
+
+
+def phases(layer: ExpertLayer) -> dict[str, float]:
+    return layer.runtime.take_phases()
+
+
+def forward(layer: ExpertLayer, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The output, which one phase must have computed."""
+    phases(layer)
+    out, _ = layer.forward(x, index, weights, None, "none")
+    assert list(phases(layer)) == ["few rows"]
+    return out
+
+
+@pytest.mark.parametrize(("isa", "fmt"), emulation_in_full(STRIP_CASES))
+def test_every_format(isa: str, fmt: str) -> None:
+    for hidden, intermediate in ((32, 96), (160, 448)):
+        layer = make_layer(hidden, intermediate, fmt, isa, THREADS)
+        for tokens in (1, 2, 5):
+            given = random_inputs(tokens, hidden, 2, seed=tokens)
+            error = relative(forward(layer, *given), reference.moe(given[0].float(), *given[1:], *dequantized(layer)))
+            assert error < OUTPUT_TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("isa", "fmt"), ISAS)
+def test_other_dtypes_biases_and_another_activation(isa: str, fmt: str, dtype: torch.dtype) -> None:
+    layer = make_gated(96, 160, fmt, isa, THREADS, swiglu=GPT_OSS)
+    x, index, weights = random_inputs(3, 96, 2, dtype=dtype)
+    out = forward(layer, x, index, weights)
+    assert out.dtype == dtype
+    expected = gated_oracle(layer)(x.bfloat16().float(), index, weights, *dequantized(layer), None)
+    assert relative(out, expected) < OUTPUT_TOLERANCE
+
+
+def test_experts_elsewhere_and_tokens_without_any() -> None:
+    layer = make_layer(64, 96, "int8", native.default_isa(), THREADS)
+    x, index, weights = random_inputs(4, 64, 2)
+    index[1], index[2, 0] = ELSEWHERE, ELSEWHERE
+    x[1] = torch.nan  # padding: nobody reads it
+    out = forward(layer, x, index, weights)
+    assert not out[1].any()
+    here = index >= 0
+    clean = x.where(here.any(1)[:, None], 0).float()
+    expected = reference.moe(clean, index.clamp(min=0), weights * here, *dequantized(layer))
+    assert relative(out, expected) < OUTPUT_TOLERANCE
+
+
+def test_one_expert_with_many_of_the_rows() -> None:
+    layer = make_layer(64, 96, "k4", native.default_isa(), THREADS)
+    x, _, weights = random_inputs(6, 64, 2)
+    index = torch.tensor([[0, 1], [0, 2], [0, 3], [0, 4], [0, 1], [0, 2]])
+    out = forward(layer, x, index, weights)
+    assert relative(out, reference.moe(x.float(), index, weights, *dequantized(layer))) < OUTPUT_TOLERANCE
+
+
+def test_the_same_bits_again_and_nan_is_an_error() -> None:
+    layer = make_layer(160, 96, "k4", native.default_isa(), THREADS)
+    x, index, weights = random_inputs(3, 160, 2)
+    first = forward(layer, x, index, weights)
+    for _ in range(20):
+        assert torch.equal(forward(layer, x, index, weights), first)
+    x[2, 7] = torch.inf
+    with pytest.raises(ValueError, match="hidden states hold NaN or Inf"):
+        layer.forward(x, index, weights, None, "none")
+    x[2, 7] = 0
+    forward(layer, x, index, weights)
+
+
+@pytest.mark.parametrize("what", ["backward", "LoRA", "many rows", "nodes"])
+def test_other_calls_take_other_ways(what: str) -> None:
+    layer = make_layer(64, 256, "k4", native.default_isa(), THREADS, nodes=2 if what == "nodes" else 1)
+    lora = make_lora(64, 256, 4, torch.float32) if what == "LoRA" else None
+    x, index, weights = random_inputs(80 if what == "many rows" else 2, 64, 2)
+    phases(layer)
+    layer.forward(x, index, weights, lora, "recompute" if what == "backward" else "none")
+    assert "few rows" not in phases(layer)
+    assert EXPERTS < 4 * THREADS
