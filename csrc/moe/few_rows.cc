@@ -8,7 +8,7 @@
 namespace ktft {
 namespace {
 
-constexpr int kMostTokens = 64;
+constexpr int kMostTokens = 64, kLeastThreads = 8;
 
 template <class Done>
 void await(const Done& done) {
@@ -208,9 +208,10 @@ bool runs_few_rows(const Call& call) {
   const StripKernels& kernels = strip_kernels(call.runtime.isa, call.weights.format());
   if (call.lora || call.adapters || call.int8 || call.weights.nodes() > 1 || call.runtime.pool.nodes() > 1)
     return false;
-  const int experts = int(routes.experts.size());
-  // With more experts, a thread does better with whole ones: it reads longer runs of memory
-  if (experts >= kExpertsPerThread * call.runtime.pool.threads()) return false;
+  const int experts = int(routes.experts.size()), threads = call.runtime.pool.threads();
+  // Tasks of whole experts read longer runs of memory, but the more threads there are, the longer most of them wait for
+  // the last of these tasks.
+  if (2 * experts >= threads * std::max(threads, kLeastThreads)) return false;
   if (!experts || routes.tokens > kMostTokens || routes.rows > kernels.most * experts) return false;
   return std::all_of(routes.experts.begin(), routes.experts.end(),
                      [&](const RowChunk& expert) { return expert.rows <= 2 * kernels.most; });

@@ -39,6 +39,7 @@ def generate(args: argparse.Namespace, mode: str) -> dict[str, Any]:
 
     from ktft.serve.runtime.served_model import current
     from ktft.serve.runtime.settings import ServeSettings
+    from ktft.serve.vllm.command import GPU_WORKER
 
     settings = ServeSettings(
         str(args.directory / "model"), gpu_expert_memory=args.gpu_expert_memory, threads=args.threads
@@ -57,6 +58,7 @@ def generate(args: argparse.Namespace, mode: str) -> dict[str, Any]:
         attention_backend="TRITON_ATTN",
         enable_prefix_caching=False,
         disable_log_stats=True,
+        worker_cls=GPU_WORKER,
         **MODES[mode],
     )
     found: dict[str, Any] = {name: {} for name in ("tokens", "logprobs", "rates", "seconds")}
@@ -109,7 +111,8 @@ def main() -> int:
         from train_large import write_checkpoint
 
         shape = {"experts": 128, "top_k": 8, "hidden_size": 2048, "intermediate_size": 768, "vocabulary": 151936}
-        write_checkpoint(argparse.Namespace(**vars(args), **shape, cutoff=1024), args.directory / "model")
+        own = {"model": "qwen3-30b-a3b", "cutoff": 1024, "overflow": None, "fp8": False}
+        write_checkpoint(argparse.Namespace(**vars(args), **shape, **own), args.directory / "model")
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     found = {}
     for mode in MODES:
