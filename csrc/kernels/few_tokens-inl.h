@@ -153,12 +153,17 @@ void store_dots(const float* results, const GemmArgs& a, int out, float* c) {
       piece[kHasTiles<V> ? (out % 32 + r) * 16 + t : t * 32 + out % 32 + r] = results[r * a.tokens + t];
 }
 
-// Whether there are such products at all.
+// The most tokens for which these products are faster than decoding to a panel; 0 stands for none. On tile ISAs they
+// were measured for each format; AVX-512-BF16 without tiles has pairs of bf16 for formats without codes.
 template <class V, class Codec>
-constexpr bool kHasDots = kDotsCodes<V, Codec> || (kHasTiles<V> && info(Codec::kFormat).dot_tokens > 0);
+constexpr int kMostDotTokens = [] {
+  if (kHasTiles<V>) return info(Codec::kFormat).dot_tokens;
+  if (kDotsCodes<V, Codec>) return kMostDots;
+  return V::kPairs ? 0 : kFewRows;
+}();
 
 template <class V, class Codec>
-  requires kHasDots<V, Codec>
+  requires(kMostDotTokens<V, Codec> > 0)
 void few_tokens_forward(const GemmArgs& a) {
   const int tokens = a.tokens;
   bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
@@ -211,9 +216,8 @@ void few_tokens_forward(const GemmArgs& a) {
 template <class V, class Codec>
 bool few_tokens(const GemmArgs& a) {
   static_assert(info(Codec::kFormat).dot_tokens <= kFewRows);
-  if constexpr (kHasDots<V, Codec>) {
-    const int most = kHasTiles<V> ? info(Codec::kFormat).dot_tokens : kMostDots;
-    if (reads_rows(most, a.tokens, a.terms[0].w->cols, low_rank_cols(a))) {
+  if constexpr (kMostDotTokens<V, Codec> > 0) {
+    if (reads_rows(kMostDotTokens<V, Codec>, a.tokens, a.terms[0].w->cols, low_rank_cols(a))) {
       few_tokens_forward<V, Codec>(a);
       return true;
     }

@@ -7,11 +7,6 @@
 namespace ktft {
 
 template <class V, class Codec>
-constexpr int kMostStripRows = kHasTiles<V>           ? info(Codec::kFormat).dot_tokens
-                               : kDotsCodes<V, Codec> ? kMostDots
-                                                      : kFewRows;
-
-template <class V, class Codec>
 int64_t strip_row_bytes(int cols) {
   if constexpr (kDotsCodes<V, Codec>)
     return int64_t(ceil_div(cols, info(Codec::kFormat).tile_cols)) * int64_t(sizeof(FixedPointOf<Codec>));
