@@ -13,6 +13,7 @@ from quantize import quantize
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ktft import native
 from ktft.model.experts import find_experts
 from ktft.model.quantizer import KtftConfig
 from ktft.serve.runtime.settings import ServeSettings
@@ -88,11 +89,12 @@ def test_norms_are_those_of_vllm_rounded_once(plugin: None) -> None:
     """For parts of fused rows too, and residuals; what the kernel cannot do goes to vLLM's torch operations."""
     from vllm import ir
 
+    once = 2**-8 if native.cpu_features()["avx512"] else 2**-7  # vLLM's kernel for AVX2 rounds before the weight, too
     norm, added = ir.ops.rms_norm.impls["ktft"], ir.ops.fused_add_rms_norm.impls["ktft"]
     rows, weight = torch.randn(5, 96).bfloat16(), torch.randn(64).bfloat16()
     for x in (rows[:, :64], rows[:, 32:], rows[:, :64].view(5, 1, 64)):
         exact = x.double() * (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
-        torch.testing.assert_close(norm.impl_fn(x, weight, 1e-6).double(), exact, rtol=2**-8, atol=1e-6)
+        torch.testing.assert_close(norm.impl_fn(x, weight, 1e-6).double(), exact, rtol=once, atol=1e-6)
     x, residual = torch.randn(2, 5, 64).bfloat16().unbind()
     total = x.double() + residual.double()
     exact = total * (total.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
