@@ -16,10 +16,10 @@ void await(const Done& done) {
   }
 }
 
-// One call. Its tasks are taken in order, and a task waits for earlier ones alone, so that some thread can always go
-// on: first every token's row is prepared, then come gate and up, strip by strip of every expert, then down, each task
-// with some outputs of all experts, which it adds up. Threads meet once, between gate and down, and nothing is added
-// twice or later.
+// One call. First every token's row is prepared. Then come gate and up, strip by strip of every expert. Down is last:
+// each of its tasks computes some outputs of all experts and adds them up. Threads meet once, before down. Tasks are
+// taken in order and wait for earlier ones alone, so some thread can always go on; none may throw, since others would
+// then wait for ever.
 class FewRows {
  public:
   FewRows(Call& call, const TokenRows& hidden, void* out)

@@ -43,10 +43,11 @@ size_t CallDims::lora_elements() const {
 }
 
 bool runs_by_expert(const CallDims& dims, int threads) {
+  constexpr int kPerThread = 4;
   constexpr int64_t kExpertBytes = int64_t(2) << 20;  // an L2 cache
   const RowCounts& counts = dims.counts;
   const int64_t largest = counts.longest * (dims.shape.hidden + dims.shape.intermediate) * int64_t(sizeof(bf16));
-  return dims.widths.size() == 1 && counts.calls == counts.experts && counts.experts >= kExpertsPerThread * threads &&
+  return dims.widths.size() == 1 && counts.calls == counts.experts && counts.experts >= kPerThread * threads &&
          largest <= kExpertBytes;
 }
 

@@ -94,8 +94,6 @@ constexpr CallWork backward_work(bool retained) {
   return retained ? kGradients : kGradients | kActivations | kKeepsLowRank | kKeepsGateUp;
 }
 
-// So many experts for each thread keep all threads busy if a task is a whole expert.
-constexpr int kExpertsPerThread = 4;
 // Whether each expert's whole pass is one task: where experts are so small that all activations of one stay in a core's
 // L2, and so many that they keep every thread busy.
 bool runs_by_expert(const CallDims& dims, int threads);

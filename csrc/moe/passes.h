@@ -9,6 +9,11 @@ namespace ktft {
 // out [tokens, hidden] in the dtype of `hidden`. What backward needs is written to `saved`, if it is given.
 void forward(Call& call, const TokenRows& hidden, void* out, Saved* saved, bool retain);
 
+// Forward in one phase, for few tokens, with nothing kept and without LoRA: where a call's fixed costs would be a large
+// part of reading the weights.
+bool runs_few_rows(const Call& call);
+void forward_few_rows(Call& call, const TokenRows& hidden, void* out);
+
 struct BackwardArgs {
   const void* hidden;       // [tokens, hidden]
   const void* grad_output;  // [tokens, hidden]
@@ -22,11 +27,6 @@ struct BackwardArgs {
 // added; an expert without tokens has LoRA gradients of zero. dh before the routing weight is used twice: its product
 // with h is the routing weight's gradient, so the down projection's output is never stored.
 void backward(Call& call, Saved& saved, const BackwardArgs& args);
-
-// The same in one phase, for few tokens, with nothing kept and without LoRA: where a call's fixed costs would be a
-// large part of reading the weights.
-bool runs_few_rows(const Call& call);
-void forward_few_rows(Call& call, const TokenRows& hidden, void* out);
 
 // The part of forward that a backward under `recompute` repeats: gate, up (with biases and LoRA), h and A_down h.
 void gate_up(const Call& call, const PackedLora& lora, const TokenRows& hidden, const Activations& act);
