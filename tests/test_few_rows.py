@@ -22,7 +22,7 @@ from torch import Tensor
 from ktft import native, reference
 from ktft.native import ELSEWHERE, ExpertLayer
 
-THREADS = 3  # so many that no task is a whole expert: runs_few_rows in csrc/moe/few_rows.cc
+THREADS = 4  # so many that no task is a whole expert: runs_few_rows in csrc/moe/few_rows.cc
 FORMAT_OF = {"amx_emu": "k4"}
 # Others are faster by the GEMM (kMostDotTokens in csrc/kernels/few_tokens-inl.h)
 BY_GEMM = [("amx_emu", "bf16"), ("amx_bf16", "bf16"), ("avx512_bf16", "bf16"), ("avx512_bf16", "fp8")]

@@ -1,11 +1,11 @@
-r"""Few tokens through a layer's experts on the CPU: inference beside training's forward, and beside reading the weights.
+r"""Few tokens through a layer's experts on the CPU: inference beside training's forward and beside reading weights.
 
     python tests/scripts/few_rows.py [--formats k4 int8] [--tokens 1 2 4 8 16] [--layers 16] [--threads N]
 
-`inference` takes one phase where the kernels choose that, as on many threads; `training` keeps the routes for a backward,
-which never does. The phases that are printed say which it was. Both take turns in one process, with other experts each
-time, in so many layers that no cache holds them. Prints medians of a layer, and the time that reading the experts in use
-takes at the rate that the same threads read at.
+`inference` takes one phase where the kernels choose that, as on many threads; `training` keeps the routes for a
+backward, which never does. The phases that are printed say which it was. Both take turns in one process, with other
+experts each time, in so many layers that no cache holds them. Prints medians of a layer, and the time that reading the
+experts in use takes at the rate that the same threads read at.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def main() -> None:
                         phases[way].setdefault(name, []).append(1e6 * phase / len(layers))
                 bounds.append(used * layers[0].packed_bytes / experts / rate / len(layers))
             ratio = statistics.median(b / a for a, b in zip(*seconds.values(), strict=True))
-            print(f"{fmt} T={tokens}: reading {1e6 * statistics.median(bounds):.0f} us, training / inference {ratio:.3f}")
+            bound = 1e6 * statistics.median(bounds)
+            print(f"{fmt} T={tokens}: reading {bound:.0f} us, training / inference {ratio:.3f}")
             for way in WAYS:
                 parts = ", ".join(f"{name} {statistics.median(each):.0f}" for name, each in phases[way].items())
                 print(f"   {way:9} {1e6 * statistics.median(seconds[way]):6.0f} us  ({parts})", flush=True)
