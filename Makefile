@@ -87,7 +87,7 @@ sanitize: native
 	    -Cbuild-dir=build/sanitize-$$kind -Ccmake.define.KTFT_SANITIZE=$$kind || exit 1; \
 	  OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 TSAN_OPTIONS=exitcode=66:ignore_noninstrumented_modules=1 \
 	    LD_PRELOAD="$$($(CXX) -print-file-name=$${pair#*:}) $$($(CXX) -print-file-name=libstdc++.so)" \
-	    $(BIN)/python -m pytest -m '' -p no:cacheprovider tests/test_kernels.py tests/test_few_tokens.py tests/test_swiglu.py tests/test_dropout.py tests/test_w8a8.py tests/test_adam.py tests/test_norms.py tests/test_hybrid.py || exit 1; \
+	    $(BIN)/python -m pytest -m '' -p no:cacheprovider tests/test_kernels.py tests/test_fixed_point.py tests/test_swiglu.py tests/test_dropout.py tests/test_w8a8.py tests/test_adam.py tests/test_norms.py tests/test_hybrid.py || exit 1; \
 	done
 
 native: $(VENV)/.native

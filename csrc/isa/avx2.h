@@ -8,8 +8,8 @@ namespace ktft {
 struct Avx2 {
   using Codes = MaddCodes<Avx2>;
   static constexpr int kWidth = 8, kStep = 8;
-  static constexpr bool kPairs = false, kLooksUpWords = false;
-  static constexpr int kForwardRows = 4, kForwardCols = 2, kBackwardRows = 2;
+  static constexpr bool kPairs = false, kLooksUpWords = true;
+  static constexpr int kForwardRows = 2, kForwardCols = 4, kBackwardRows = 3;
   using F = __m256;
   using In = __m256;
   struct Table {
@@ -22,6 +22,13 @@ struct Avx2 {
   static F load(const bf16* p) {
     const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+  }
+  static F even(const bf16* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), 16));
+  }
+  static F odd(const bf16* p) {
+    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))));
   }
   static F load_int8(const int8_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
@@ -48,6 +55,27 @@ struct Avx2 {
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
   }
+  static void store_exact(bf16* p, F v) {
+    const __m256i upper = _mm256_srli_epi32(_mm256_castps_si256(v), 16);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(upper, upper), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+  }
+  // out[i] = values[codes[i] & 15], out[16 + i] = values[codes[i] >> 4]. Lower and upper bytes are looked up apart.
+  template <class Word>
+  static void look_up(const Word* values, const uint8_t* codes, Word* out) {
+    const __m256i apart = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15,  //
+                                           0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    const __m256i table = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
+    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(table, apart), 0xd8);
+    const __m256i lower = _mm256_permute2x128_si256(bytes, bytes, 0x00);
+    const __m256i upper = _mm256_permute2x128_si256(bytes, bytes, 0x11);
+    const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+    const __m256i index = _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(both, 4), both), _mm256_set1_epi8(15));
+    const __m256i low = _mm256_shuffle_epi8(lower, index), high = _mm256_shuffle_epi8(upper, index);
+    const __m256i first = _mm256_unpacklo_epi8(low, high), second = _mm256_unpackhi_epi8(low, high);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_permute2x128_si256(first, second, 0x20));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 16), _mm256_permute2x128_si256(first, second, 0x31));
+  }
   static void stream_line(void* to, const void* from) {
     for (int i = 0; i < 2; i++)
       _mm256_stream_si256(static_cast<__m256i*>(to) + i, _mm256_load_si256(static_cast<const __m256i*>(from) + i));
@@ -72,6 +100,35 @@ struct Avx2 {
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
   }
+  static void add_sums(float* p, F a, F b, F c, F d) {
+    const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    const __m128 sums = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    _mm_storeu_ps(p, _mm_add_ps(_mm_loadu_ps(p), sums));
+  }
+
+  // Products of 16-bit integers (kernels/word_gemm-inl.h).
+  struct Words {
+    static constexpr int kStep = 16;
+    using Lanes = __m256i;
+    static Lanes zero() { return _mm256_setzero_si256(); }
+    static Lanes load(const int16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+    static Lanes dot(Lanes sums, Lanes x, Lanes w) { return _mm256_add_epi32(sums, _mm256_madd_epi16(x, w)); }
+    static F to_float(Lanes sums) { return _mm256_cvtepi32_ps(sums); }
+    static void widen(const int8_t* codes, int16_t* out) {  // 32 of them
+      for (int i = 0; i < 2; i++)
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out) + i,
+                            _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + 16 * i))));
+    }
+    static void fix(const bf16* x, float factor, int16_t* out) {  // rounds 32 values times the factor
+      const F by = _mm256_set1_ps(factor);
+      for (int i = 0; i < 32; i += 16) {
+        const __m256i low = _mm256_cvtps_epi32(_mm256_mul_ps(even(x + i), by));
+        const __m256i high = _mm256_cvtps_epi32(_mm256_mul_ps(odd(x + i), by));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i),
+                            _mm256_blend_epi16(low, _mm256_slli_epi32(high, 16), 0xaa));
+      }
+    }
+  };
 
   static In load_in(const bf16* p) { return load(p); }
   static F dot(F acc, In x, In w) { return _mm256_fmadd_ps(x, w, acc); }

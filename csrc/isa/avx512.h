@@ -8,7 +8,7 @@ namespace ktft {
 struct Avx512 {
   using Codes = MaddCodes<Avx512>;
   static constexpr int kWidth = 16, kStep = 16;
-  static constexpr bool kPairs = false, kLooksUpWords = false;
+  static constexpr bool kPairs = false, kLooksUpWords = true;
   static constexpr int kForwardRows = 6, kForwardCols = 4, kBackwardRows = 8;
   using F = __m512;
   using In = __m512;
@@ -20,6 +20,10 @@ struct Avx512 {
   static F load(const bf16* p) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+  }
+  static F even(const bf16* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
+  static F odd(const bf16* p) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000))));
   }
   static F load_int8(const int8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
@@ -43,6 +47,18 @@ struct Avx512 {
     const __m512i r = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), even, quiet);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16)));
   }
+  static void store_exact(bf16* p, F v) {
+    const __m512i upper = _mm512_srli_epi32(_mm512_castps_si512(v), 16);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(upper));
+  }
+  // out[i] = values[codes[i] & 15], out[16 + i] = values[codes[i] >> 4]; `values` are 16 values, repeated twice.
+  template <class Word>
+  static void look_up(const Word* values, const uint8_t* codes, Word* out) {
+    const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    const __m512i shift = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+    const __m512i index = _mm512_srlv_epi16(_mm512_cvtepu8_epi16(twice), shift);
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(index, _mm512_loadu_si512(values)));
+  }
   static void stream_line(void* to, const void* from) {
     _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_load_si512(from));
   }
@@ -62,6 +78,14 @@ struct Avx512 {
   static F round(F v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static F scale_by_power(F v, F n) { return _mm512_scalef_ps(v, n); }
   static float sum(F v) { return _mm512_reduce_add_ps(v); }
+  static void add_sums(float* p, F a, F b, F c, F d) {
+    const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));  // a and b in turns
+    const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    const __m128 sums = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    _mm_storeu_ps(p, _mm_add_ps(_mm_loadu_ps(p), sums));
+  }
 
   static In load_in(const bf16* p) { return load(p); }
   static F dot(F acc, In x, In w) { return _mm512_fmadd_ps(x, w, acc); }

@@ -53,7 +53,7 @@ struct VnniCodes {
 struct Avx512Bf16 : Avx512 {
   using Codes = VnniCodes;
   static constexpr int kStep = 32;
-  static constexpr bool kPairs = true, kLooksUpWords = true;
+  static constexpr bool kPairs = true;
   using In = __m512bh;
 
   using Avx512::store;
@@ -63,15 +63,6 @@ struct Avx512Bf16 : Avx512 {
 
   static In load_in(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
   static F dot(F acc, In x, In w) { return _mm512_dpbf16_ps(acc, x, w); }
-
-  // Lane i is values[codes[i] & 15], lane 16 + i is values[codes[i] >> 4]; `values` are 16 values, repeated twice.
-  static In look_up(const bf16* values, const uint8_t* codes) {
-    const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-    const __m512i shift = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
-    const __m512i index = _mm512_srlv_epi16(_mm512_cvtepu8_epi16(twice), shift);
-    return (__m512bh)_mm512_permutexvar_epi16(index, _mm512_loadu_si512(values));
-  }
-  static void store(bf16* p, In v) { _mm512_storeu_si512(p, (__m512i)v); }
 
   // Row-major 16 x 32 tile -> rows 2p and 2p+1 interleaved: 32 pairs for columns 0-15, then for 16-31.
   static void interleave_tile(const bf16* tile, bf16* out) {

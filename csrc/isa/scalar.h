@@ -15,10 +15,12 @@ namespace ktft {
 //   div, sqrt    correctly rounded; reciprocal may be a few units off
 //   where_equal(a,b,v)  v where a == b, else 0
 //   dot(a,x,w)   a + the lanes' products of x and w, in fp32; sum() adds up an F
-//   kPairs       backward multiplies row pairs (interleave_tile, broadcast_pair, dot) instead of rows
+//   even, odd    of 2 kWidth bf16; add_sums(p, a, b, c, d) adds the sums of four F to p[0..4)
+//   kPairs       whether dot() multiplies pairs of bf16 (interleave_tile, broadcast_pair); others' GEMMs widen to fp32
 //   kLooksUpWords  whether look_up finds 32 bf16 values of 4-bit codes at once
+//   store_exact  stores values that bf16 holds exactly
 //   stream_line  copies 64 aligned bytes past the caches, for data not read soon; drain() orders such copies
-//   kForwardRows x kForwardCols, kBackwardRows x 32 columns: accumulators of the two micro-kernels
+//   kForwardRows x kForwardCols (4 without kPairs), kBackwardRows x 32 columns: accumulators of the two micro-kernels
 //   Codes        only on ISAs with products of bytes: see isa/avx512_bf16.h
 //   Tiles        only on tile ISAs, together with store_pairs and transpose_dwords: see isa/amx.h
 struct Scalar {
@@ -42,6 +44,9 @@ struct Scalar {
   }
   static void store(float* p, F v) { *p = v; }
   static void store(bf16* p, F v) { *p = to_bf16(v); }
+  static void store_exact(bf16* p, F v) { store(p, v); }
+  static F even(const bf16* p) { return to_float(p[0]); }
+  static F odd(const bf16* p) { return to_float(p[1]); }
   static void stream_line(void* to, const void* from) { std::memcpy(to, from, 64); }
   static void drain() {}
   static F add(F a, F b) { return a + b; }
@@ -56,6 +61,7 @@ struct Scalar {
   static F round(F v) { return std::nearbyintf(v); }
   static F scale_by_power(F v, F n) { return std::ldexp(v, int(n)); }  // v * 2^n, n whole in [-126, 127]
   static float sum(F v) { return v; }
+  static void add_sums(float* p, F a, F b, F c, F d) { p[0] += a, p[1] += b, p[2] += c, p[3] += d; }
 
   static In load_in(const bf16* p) { return to_float(*p); }
   static F dot(F acc, In x, In w) { return acc + x * w; }

@@ -8,6 +8,7 @@
 #include "kernels/code_dots-inl.h"
 #include "kernels/epilogue-inl.h"
 #include "kernels/kernels.h"
+#include "kernels/word_gemm-inl.h"
 #include "quant/codecs.h"
 
 namespace ktft {
@@ -158,6 +159,7 @@ void store_dots(const float* results, const GemmArgs& a, int out, float* c) {
 template <class V, class Codec>
 constexpr int kMostDotTokens = [] {
   if (kHasTiles<V>) return info(Codec::kFormat).dot_tokens;
+  if (kHasWords<V, Codec>) return kFewRows;
   if (kDotsCodes<V, Codec>) return kMostDots;
   return V::kPairs ? 0 : kFewRows;
 }();

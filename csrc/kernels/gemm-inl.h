@@ -5,7 +5,9 @@
 #include <algorithm>
 
 #include "kernels/few_tokens-inl.h"
+#include "kernels/float_gemm-inl.h"
 #include "kernels/kernels.h"
+#include "kernels/word_gemm-inl.h"
 #include "quant/codecs.h"
 
 namespace ktft {
@@ -38,43 +40,17 @@ void backward_micro(const bf16* x, const bf16* w, int64_t stride, int strips, fl
     for (int v = 0; v < kVectors; v++) acc[r][v] = V::load(c + r * 32 + v * V::kWidth);
   for (int t = 0; t < strips; t++, w += stride) {
     const bf16* const in = x + t / 2 * kPieceElements + t % 2 * kTileRows;
-    if constexpr (V::kPairs) {
-      for (int n = 0; n < kTileRows; n += 2) {
-        const typename V::In w0 = V::load_in(w + n * 32), w1 = V::load_in(w + n * 32 + 32);
-        for (int r = 0; r < R; r++) {
-          const typename V::In v = V::broadcast_pair(in + r * 32 + n);
-          acc[r][0] = V::dot(acc[r][0], v, w0);
-          acc[r][1] = V::dot(acc[r][1], v, w1);
-        }
-      }
-    } else {
-      for (int n = 0; n < kTileRows; n++) {
-        typename V::F row[kVectors];
-        for (int v = 0; v < kVectors; v++) row[v] = V::load(w + n * 32 + v * V::kWidth);
-        for (int r = 0; r < R; r++) {
-          const typename V::F value = V::set1(to_float(in[r * 32 + n]));
-          for (int v = 0; v < kVectors; v++) acc[r][v] = V::fma(value, row[v], acc[r][v]);
-        }
+    for (int n = 0; n < kTileRows; n += 2) {
+      const typename V::In w0 = V::load_in(w + n * 32), w1 = V::load_in(w + n * 32 + 32);
+      for (int r = 0; r < R; r++) {
+        const typename V::In v = V::broadcast_pair(in + r * 32 + n);
+        acc[r][0] = V::dot(acc[r][0], v, w0);
+        acc[r][1] = V::dot(acc[r][1], v, w1);
       }
     }
   }
   for (int r = 0; r < R; r++)
     for (int v = 0; v < kVectors; v++) V::store(c + r * 32 + v * V::kWidth, acc[r][v]);
-}
-
-// Calls f.template operator()<R>(first) for runs of 1 <= R <= Max rows that cover the strip's `rows`. The runs have
-// similar lengths, and no tail needs masked code.
-template <int Max, int R = Max, class Fn>
-void with_rows(int rows, int first, const Fn& f) {
-  if constexpr (R > 1) {
-    if (rows < R) return with_rows<Max, R - 1>(rows, first, f);
-  }
-  f.template operator()<R>(first);
-}
-template <int Max, class Fn>
-void each_run(int rows, const Fn& f) {
-  const int runs = (rows + Max - 1) / Max;
-  for (int i = 0; i < runs; i++) with_rows<Max>(rows * (i + 1) / runs - rows * i / runs, rows * i / runs, f);
 }
 
 static inline void clear(const GemmArgs& a, float* c) {
@@ -131,9 +107,14 @@ void forward_pairs(const GemmArgs& a, const PackedMatrix& w, int out_begin, cons
 
 template <class V, class Codec>
 void forward_term(const GemmArgs& a, const PackedMatrix& w, int out_begin, const bf16* x, float* c) {
-  if constexpr (V::kPairs)
-    if (a.tokens >= kTurnTokens) return forward_pairs<V, Codec>(a, w, out_begin, x, c);
-  forward_product<V, Codec>(a, w, out_begin, x, c);
+  if constexpr (kHasWords<V, Codec>)
+    forward_in_words<V, Codec>(a, w, out_begin, x, c);
+  else if constexpr (!V::kPairs)
+    forward_in_floats<V, Codec>(a, w, out_begin, x, c);
+  else if (a.tokens >= kTurnTokens)
+    forward_pairs<V, Codec>(a, w, out_begin, x, c);
+  else
+    forward_product<V, Codec>(a, w, out_begin, x, c);
 }
 
 template <class V, class Codec>
@@ -154,12 +135,7 @@ void decode_columns(const PackedMatrix& w, int first_strip, int strips, int firs
   for (int s = 0; s < strips; s++)
     for (int t = 0; t < pieces; t++) {
       bf16* const out = panel + (s * 2 + t) * kPieceElements;
-      if constexpr (V::kPairs) {
-        V::interleave_tile(Codec::template decode<V>(w, first_strip + s, first_piece + t, spare), out);
-      } else {
-        const bf16* piece = Codec::template decode<V>(w, first_strip + s, first_piece + t, out);
-        if (piece != out) std::memcpy(out, piece, kPieceElements * sizeof(bf16));
-      }
+      V::interleave_tile(Codec::template decode<V>(w, first_strip + s, first_piece + t, spare), out);
     }
 }
 
@@ -186,13 +162,21 @@ void backward_product(const GemmArgs& a, const PackedMatrix& w, int out_begin, c
 }
 
 template <class V, class Codec>
+void backward_term(const GemmArgs& a, const PackedMatrix& w, int out_begin, const bf16* x, float* c) {
+  if constexpr (V::kPairs)
+    backward_product<V, Codec>(a, w, out_begin, x, c);
+  else
+    backward_in_floats<V, Codec>(a, w, out_begin, x, c);
+}
+
+template <class V, class Codec>
 void gemm_backward(const GemmArgs& a) {
   float* const c = a.terms[0].c;
   clear(a, c);
   for (int i = 0; i < a.count; i++) {
     const GemmTerm& term = a.terms[i];
-    if (term.lora) backward_product<V, Bf16Codec>(a, *term.lora, term.lora_begin, term.low_rank, c);
-    backward_product<V, Codec>(a, *term.w, term.out_begin, term.x, c);
+    if (term.lora) backward_term<V, Bf16Codec>(a, *term.lora, term.lora_begin, term.low_rank, c);
+    backward_term<V, Codec>(a, *term.w, term.out_begin, term.x, c);
   }
 }
 

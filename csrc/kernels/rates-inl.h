@@ -79,8 +79,12 @@ int64_t hot_rate(char* memory) {
     for (int t = 0; t < kRateTokens; t += kTileRows)
       for (int j = 0; j < kTileRows; j += V::kForwardCols)
         each_run<V::kForwardRows>(kTileRows, [&]<int R>(int r) {
-          forward_micro<V, R>(x + t * kRateReduction + r * 32, panel + j * 32, kRateReduction / 32,
-                              c + (t + r) * 32 + j);
+          const bf16* const rows = x + t * kRateReduction + r * 32;
+          float* const at = c + (t + r) * 32 + j;
+          if constexpr (V::kPairs)
+            forward_micro<V, R>(rows, panel + j * 32, kRateReduction / 32, at);
+          else
+            forward_floats<V, R>(rows, reinterpret_cast<float*>(memory) + j * kRateReduction, kRateReduction / 32, at);
         });
     return int64_t(kRateTokens) * kTileRows * kRateReduction * 2;
   }

@@ -38,8 +38,16 @@ struct Int8Codec {
   static const bf16* decode(const PackedMatrix& w, int strip, int piece, bf16* out) {
     const int8_t* q = reinterpret_cast<const int8_t*>(w.tile(strip, piece / 2)) + piece % 2 * 32;
     for (int r = 0; r < kTileRows; r++)
-      for (int c = 0; c < 32; c += V::kWidth) V::store(out + r * 32 + c, V::load_int8(q + r * kRowBytes + c));
+      for (int c = 0; c < 32; c += V::kWidth) V::store_exact(out + r * 32 + c, V::load_int8(q + r * kRowBytes + c));
     return out;
+  }
+
+  // The codes as words: row r goes to out + r / 4 * four + r % 4 * 32.
+  static constexpr int kLargestWord = 127;
+  template <class V>
+  static void decode_words(const PackedMatrix& w, int strip, int piece, int16_t* out, int64_t four) {
+    const int8_t* q = reinterpret_cast<const int8_t*>(w.tile(strip, piece / 2)) + piece % 2 * 32;
+    for (int r = 0; r < kTileRows; r++) V::Words::widen(q + r * kRowBytes, out + r / 4 * four + r % 4 * 32);
   }
 };
 

@@ -103,8 +103,7 @@ struct NibbleCodec : Policy {
     const Scale* scales = reinterpret_cast<const Scale*>(tile + kCodeBytes) + piece % 4;
     if constexpr (V::kLooksUpWords && Policy::kScales > 0) {
       const CodeValues<Policy, V>& values = CodeValues<Policy, V>::get();
-      for (int r = 0; r < kTileRows; r++)
-        V::store(out + r * 32, V::look_up(values.rows[scales[r * 4]], codes + r * kRowBytes));
+      for (int r = 0; r < kTileRows; r++) V::look_up(values.rows[scales[r * 4]], codes + r * kRowBytes, out + r * 32);
       return out;
     }
     const auto table = V::load_table(Policy::kTable);
