@@ -325,7 +325,7 @@ def test_lora_that_reads_weights_is_refused(tiny_checkpoint: Checkpoint, asked: 
 # --- through LLaMA-Factory --------------------------------------------------------------------------------------------
 
 
-def test_llamafactory(run_cli: RunCli, train_yaml: TrainYaml, tmp_path: Path) -> None:
+def test_llamafactory(fork_cli: RunCli, train_yaml: TrainYaml, tmp_path: Path) -> None:
     """Packed weights train, and a run that is resumed with them elsewhere has the bits of an uninterrupted one."""
     kt: dict[str, Any] = {"expert_format": "int8", "dense_format": "k4", "dense_placement": "host", "threads": 1}
     given: dict[str, Any] = {"kt_config": kt, "max_steps": 4, "save_steps": 2}
@@ -333,7 +333,7 @@ def test_llamafactory(run_cli: RunCli, train_yaml: TrainYaml, tmp_path: Path) ->
 
     def run(name: str, **more: Any) -> Path:
         config = train_yaml("dsv3", **given | more) | {"output_dir": str(tmp_path / name)}
-        run_cli(["llamafactory-cli", "train"], config, env=environment)
+        fork_cli(["llamafactory-cli", "train"], config, env=environment)
         return tmp_path / name
 
     whole = run("whole")

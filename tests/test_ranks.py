@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,10 +153,14 @@ def check_layer(folder: Path) -> None:
         assert (found - expected).norm() < 1e-2 * expected.norm(), stack
 
 
-def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, base: Path) -> None:
+@pytest.mark.parametrize("start", [run_jobs, pytest.param(torchrun_jobs, marks=pytest.mark.full)])
+def test_a_rank_that_is_killed_ends_the_others(
+    tmp_path: Path, base: Path, start: Callable[..., tuple[int, str]]
+) -> None:
     began = time.monotonic()
-    status, said = torchrun_jobs(2, tmp_path, job(base, tmp_path / "out", 2, 2, max_steps=1000, stop=(1, "SIGKILL")))
-    assert status == 1 and "Signal 9" in said, said[-3000:]
+    status, said = start(2, tmp_path, job(base, tmp_path / "out", 2, 2, max_steps=1000, stop=(1, "SIGKILL")))
+    assert status == 1, said[-3000:]
+    assert ("Signal 9" if start is torchrun_jobs else "cannot go on because rank 1") in said, said[-3000:]
     assert time.monotonic() - began < 200  # it would be hours
 
 

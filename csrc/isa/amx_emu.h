@@ -96,6 +96,7 @@ struct EmulatedCodes {
     for (int i = 0; i < 64; i++) sums.lanes[i / 4] += u.at(i) * int8_t(s.at(i));
     return sums;
   }
+  static Bytes dot_low(Bytes sums, const Bytes& u, const Bytes& s) { return dot(sums, u, s); }
   static Bytes times_128(Bytes lanes) {
     for (int32_t& lane : lanes.lanes) lane *= 128;
     return lanes;

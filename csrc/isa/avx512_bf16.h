@@ -11,6 +11,7 @@ namespace ktft {
 //   low_values, high_values  byte i is table[codes[i] & 15], table[codes[i] >> 4]
 //   values                   byte i is codes[i], for signed codes
 //   dot                      int32 lane i is sums[i] + the products of bytes 4i to 4i + 3, of values and signed x
+//   dot_low                  the same, for 0 <= x < 128
 //   add_scaled               sums[i] += scales[i / 4] * lane i, all 16; add_scaled_lanes has a scale for each lane
 //   largest_magnitude        of 32 values of x, the bits of the largest magnitude; NaN is larger than Inf
 //   split                    round(x * factor) = 128 high + low, of 16 values, 0 <= low < 128
@@ -27,6 +28,7 @@ struct VnniCodes {
   static Bytes high_values(Bytes table, Bytes codes) { return low_values(table, _mm512_srli_epi16(codes, 4)); }
   static Bytes values(Bytes codes) { return _mm512_xor_si512(codes, _mm512_set1_epi8(-128)); }
   static Bytes dot(Bytes sums, Bytes values, Bytes x) { return _mm512_dpbusd_epi32(sums, values, x); }
+  static Bytes dot_low(Bytes sums, Bytes values, Bytes x) { return dot(sums, values, x); }
   static Bytes times_128(Bytes lanes) { return _mm512_slli_epi32(lanes, 7); }
   static void add_scaled(float* sums, Bytes lanes, const float* scales) {
     const __m512i spread = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);

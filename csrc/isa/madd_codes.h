@@ -49,6 +49,14 @@ struct MaddCodes {
     }
     return out;
   }
+  static Bytes dot_low(const Bytes& sums, const Bytes& values, const Bytes& x) {
+    Bytes out;
+    for (int i = 0; i < 2; i++) {
+      const __m256i pairs = _mm256_maddubs_epi16(x.half[i], values.half[i]);
+      out.half[i] = _mm256_add_epi32(sums.half[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    return out;
+  }
   static Bytes times_128(const Bytes& lanes) {
     return each(lanes, [](__m256i v) { return _mm256_slli_epi32(v, 7); });
   }

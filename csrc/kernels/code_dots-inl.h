@@ -44,8 +44,8 @@ struct Planes {
   Bytes dot(const Bytes& first, const Bytes& second) const {
     Bytes sum = Codes::dot(start, first, high[0]);
     if constexpr (kPlanes == 2) sum = Codes::dot(sum, second, high[1]);
-    sum = Codes::dot(Codes::times_128(sum), first, low[0]);
-    if constexpr (kPlanes == 2) sum = Codes::dot(sum, second, low[1]);
+    sum = Codes::dot_low(Codes::times_128(sum), first, low[0]);
+    if constexpr (kPlanes == 2) sum = Codes::dot_low(sum, second, low[1]);
     return sum;
   }
 };
@@ -71,21 +71,20 @@ static inline float float_of_bits(uint32_t bits) {
 // larger than the others. Inf and NaN have no factor, and the scale NaN.
 struct GroupScale {
   float scale, factor;
-
-  static GroupScale of(int largest_magnitude) {
-    constexpr int kBits = 14, kInfinite = 255,
-                  kLeast = 14;  // smaller magnitudes count as 2^-113, so that scales stay normal
-    const int exponent = std::max(largest_magnitude >> 7, kLeast);
-    if (exponent >= kInfinite) return {float_of_bits(0x7fc00000), 0};
-    return {float_of_bits(uint32_t(exponent - (kBits - 1)) << 23),
-            float_of_bits(uint32_t(254 + kBits - 1 - exponent) << 23)};
-  }
 };
+static inline GroupScale fixed_scale(int largest_magnitude) {
+  constexpr int kBits = 14, kInfinite = 255,
+                kLeast = 14;  // smaller magnitudes count as 2^-113, so that scales stay normal
+  const int exponent = std::max(largest_magnitude >> 7, kLeast);
+  if (exponent >= kInfinite) return {float_of_bits(0x7fc00000), 0};
+  return {float_of_bits(uint32_t(exponent - (kBits - 1)) << 23),
+          float_of_bits(uint32_t(254 + kBits - 1 - exponent) << 23)};
+}
 
 // Places a group's integers where its codes are in a tile: 4-bit codes of columns i and 16 + i share a byte.
 template <class Codes, int kPlanes>
 void place_group(const bf16* x, int group, FixedPoint<kPlanes>& out) {
-  const GroupScale found = GroupScale::of(Codes::largest_magnitude(x));
+  const GroupScale found = fixed_scale(Codes::largest_magnitude(x));
   if constexpr (kPlanes == 2)
     for (int row = 0; row < 4; row++) out.scales[row * 4 + group] = found.scale;
   else

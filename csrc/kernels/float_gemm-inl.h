@@ -29,19 +29,19 @@ void each_run(int rows, const Fn& f) {
 }
 
 // Keeps GCC from reading a vector anew for each of its products.
-template <class F>
-F in_register(F v) {
+template <class V, class T>
+T in_register(T v) {
   __asm__("" : "+v"(v));
   return v;
 }
 
 // The bytes of W that a forward product decodes after those of one strip and reduction block, a quarter of which is
 // prefetched with each four rows of W that are multiplied meanwhile.
+template <class V, class Codec>
 struct StripAhead {
   const uint8_t* begin = nullptr;
   int64_t bytes = 0;
 
-  template <class Codec>
   static StripAhead after(const PackedMatrix& w, int out_begin, int out_end, int out, int begin, int block) {
     constexpr FormatInfo format = info(Codec::kFormat);
     out += kTileRows;
@@ -80,12 +80,12 @@ void forward_floats(const bf16* x, const float* w, int pieces, float* c) {
       typename V::F in[R];
       for (int r = 0; r < R; r++) in[r] = V::even(x + r * 32 + s);
       for (int j = 0; j < 4; j++) {
-        const typename V::F row = in_register(V::load(w + j * 32 + s));
+        const typename V::F row = in_register<V>(V::load(w + j * 32 + s));
         for (int r = 0; r < R; r++) acc[r][j] = V::fma(in[r], row, acc[r][j]);
       }
       for (int r = 0; r < R; r++) in[r] = V::odd(x + r * 32 + s);
       for (int j = 0; j < 4; j++) {
-        const typename V::F row = in_register(V::load(w + j * 32 + s + V::kWidth));
+        const typename V::F row = in_register<V>(V::load(w + j * 32 + s + V::kWidth));
         for (int r = 0; r < R; r++) acc[r][j] = V::fma(in[r], row, acc[r][j]);
       }
     }
@@ -103,8 +103,8 @@ void forward_in_floats(const GemmArgs& a, const PackedMatrix& w, int out_begin, 
       for (int t = 0; t < pieces; t++)
         widen_rows<V>(Codec::template decode<V>(w, (out_begin + out) / kTileRows, begin / 32 + t, spare), t, pieces,
                       panel);
-      const StripAhead ahead =
-          StripAhead::after<Codec>(w, out_begin, out_begin + a.out_count, out_begin + out, begin, kFloatForwardBlock);
+      const auto ahead = StripAhead<V, Codec>::after(w, out_begin, out_begin + a.out_count, out_begin + out, begin,
+                                                     kFloatForwardBlock);
       for (int t = 0; t < a.tokens; t += kTileRows) {
         const bf16* const rows = x + activation_elements(t, w.cols) + begin * kTileRows;
         float* const at = c + result_piece(out / 32, t / kTileRows, a.tokens) + out % 32;
@@ -132,7 +132,7 @@ void backward_floats(const float* x, const float* w, int strips, float* c) {
       typename V::F values[R];
       for (int r = 0; r < R; r++) values[r] = V::set1(in[r * 32 + n]);
       for (int v = 0; v < kVectors; v++) {
-        const typename V::F row = in_register(V::load(w + v * V::kWidth));
+        const typename V::F row = in_register<V>(V::load(w + v * V::kWidth));
         for (int r = 0; r < R; r++) acc[r][v] = V::fma(values[r], row, acc[r][v]);
       }
     }

@@ -1,9 +1,10 @@
 // The forward GEMM by products of 16-bit integers, for formats whose weights are whole multiples of their row's scale.
-// X becomes fixed point, and sums over kWordBlock columns are exact. A vector multiplies
-// twice as many words as fp32 values, and weights need no conversion to fp32.
+// X becomes fixed point, and sums over kWordBlock columns are exact. An instruction multiplies twice as many words as
+// fp32 values, and weights need no conversion to fp32.
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 
 #include "kernels/code_dots-inl.h"
 #include "kernels/float_gemm-inl.h"
@@ -47,12 +48,12 @@ struct Words {
                                    [&](int size) { return size == 0 || (largest >> 7) - (size >> 7) <= kLostBits; });
     even[first / kInBlock][r] = alike;
     for (int p = first; p < end; p++) {
-      const GroupScale found = GroupScale::of(alike ? largest : sizes[p - first]);
+      const GroupScale found = fixed_scale(alike ? largest : sizes[p - first]);
       scales[p][r] = found.scale;
       if (found.factor)
         V::Words::fix(x + p * kPieceElements, found.factor, of[p][r]);
       else
-        std::fill_n(of[p][r], 32, int16_t(0));
+        std::memset(of[p][r], 0, sizeof of[p][r]);
     }
   }
 };
@@ -76,8 +77,8 @@ void forward_words(const Words& x, int row, const int16_t* w, int pieces, float*
         Lanes in[R];
         for (int r = 0; r < R; r++) in[r] = V::Words::load(x.of[t][row + r] + s);
         for (int j = 0; j < 4; j++) {
-          const Lanes of_w = in_register(V::Words::load(w + j * 32 + s));
-          for (int r = 0; r < R; r++) sums[r][j] = in_register(V::Words::dot(sums[r][j], in[r], of_w));
+          const Lanes of_w = in_register<V>(V::Words::load(w + j * 32 + s));
+          for (int r = 0; r < R; r++) sums[r][j] = in_register<V>(V::Words::dot(sums[r][j], in[r], of_w));
         }
       }
     for (int r = 0; r < R; r++)
@@ -104,8 +105,8 @@ void forward_in_words(const GemmArgs& a, const PackedMatrix& w, int out_begin, c
         for (int t = 0; t < pieces; t++)
           Codec::template decode_words<V>(w, (out_begin + out) / kTileRows, begin / 32 + t, panel + t * 4 * 32,
                                           pieces * 4 * 32);
-        const StripAhead ahead =
-            StripAhead::after<Codec>(w, out_begin, out_begin + a.out_count, out_begin + out, begin, kWordReduction);
+        const auto ahead =
+            StripAhead<V, Codec>::after(w, out_begin, out_begin + a.out_count, out_begin + out, begin, kWordReduction);
         for (int t = 0; t < tokens; t += kTileRows) {
           float* const at = c + result_piece(out / 32, (token + t) / kTileRows, a.tokens) + out % 32;
           for (int j = 0; j < kTileRows; j += 4) {
