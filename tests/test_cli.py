@@ -34,6 +34,12 @@ def by_check(rows: Any) -> dict[str, Row]:
     return {row.check: row for row in rows}
 
 
+def test_as_a_module(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ktft", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "Usage: python -m ktft" in done.stdout, done.stderr
+
+
 def test_memory_reads_meminfo(tmp_path: Path) -> None:
     write(tmp_path, {"proc/meminfo": "MemTotal:       1024 kB\nMemAvailable:    512 kB\nHugePages_Total:       0\n"})
     assert system.memory(tmp_path) == {"MemTotal": 1 << 20, "MemAvailable": 1 << 19}

@@ -1,0 +1,5 @@
+"""`python -m ktft` is the `ktft` command."""
+
+from ktft.cli.main import app
+
+app()
