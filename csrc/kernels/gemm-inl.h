@@ -1,5 +1,6 @@
-// The GEMM on vector registers. Weights are decoded to bf16 pieces one reduction block at a time (32 KB or 128 KB, in
-// L2), which all tokens use before the next one is decoded: each weight is read from memory and decoded once.
+// The GEMM on vector registers. Weights are decoded one reduction block at a time, which all tokens use before the next
+// one is decoded: each weight is read from memory and decoded once. Here are products of pairs of bf16, whose blocks of
+// bf16 pieces (32 KB or 128 KB) stay in L2; ISAs without them have float_gemm-inl.h and word_gemm-inl.h.
 #pragma once
 
 #include <algorithm>
