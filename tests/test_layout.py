@@ -55,6 +55,7 @@ PYTHON_RANKS = {
     "serve": 10,
     "plan": 11,
     "cli": 13,
+    "__main__": 14,
 }
 # The same within the rooms that have an order of their own. Each serving engine has a folder of rank 3, which nothing
 # but the list of engines imports.
