@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from contract import (
@@ -77,12 +79,18 @@ def test_one_value_a_thousand_times_the_others(isa: str, fmt: str, rows: tuple[i
     assert output_error(make_layer(352, 192, fmt, isa, weights=matrices), x, index, weights) < OUTPUT_TOLERANCE
 
 
+@pytest.mark.parametrize("sign", [torch.sign, torch.ones_like], ids=["signs", "all positive"])
 @each_case
-def test_the_largest_codes_and_values(isa: str, fmt: str, rows: tuple[int, ...]) -> None:
-    """All weights of a row of one size, so that every k4 group has sub = 64 and the largest code; x likewise."""
-    matrices = {key: weight.sign() * 0.05 for key, weight in make_weights(352, 192).items()}
+def test_the_largest_codes_and_values(
+    isa: str, fmt: str, rows: tuple[int, ...], sign: Callable[[Tensor], Tensor]
+) -> None:
+    """All weights of a row of one size, so that every k4 group has sub = 64 and the largest code; x likewise.
+
+    Where all are positive, exact sums are as large as they can be.
+    """
+    matrices = {key: sign(weight) * 0.05 for key, weight in make_weights(352, 192).items()}
     x, index, weights = inputs_for(rows, 352)
-    x = x.detach().sign() * 1.9921875  # of a power of two the largest bf16
+    x = sign(x.detach()) * 1.9921875  # of a power of two the largest bf16
     assert output_error(make_layer(352, 192, fmt, isa, weights=matrices), x, index, weights) < OUTPUT_TOLERANCE
 
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "kernels/kernels.h"
+#include "kernels/row_runs-inl.h"
 #include "quant/codecs.h"
 
 namespace ktft {
@@ -12,21 +13,6 @@ namespace ktft {
 // Reduction elements at a time. Forward: 4 rows of W (8 KB) and 16 tokens (16 KB of bf16) stay in L1; backward: 32
 // columns of W (16 KB) and 16 tokens (8 KB of fp32).
 constexpr int kFloatForwardBlock = 512, kFloatBackwardBlock = 128;
-
-// Calls f.template operator()<R>(first) for runs of 1 <= R <= Max rows that cover the strip's `rows`. The runs have
-// similar lengths, and no tail needs masked code.
-template <int Max, int R = Max, class Fn>
-void with_rows(int rows, int first, const Fn& f) {
-  if constexpr (R > 1) {
-    if (rows < R) return with_rows<Max, R - 1>(rows, first, f);
-  }
-  f.template operator()<R>(first);
-}
-template <int Max, class Fn>
-void each_run(int rows, const Fn& f) {
-  const int runs = (rows + Max - 1) / Max;
-  for (int i = 0; i < runs; i++) with_rows<Max>(rows * (i + 1) / runs - rows * i / runs, rows * i / runs, f);
-}
 
 // Keeps GCC from reading a vector anew for each of its products.
 template <class V, class T>

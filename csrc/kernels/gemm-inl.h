@@ -8,6 +8,7 @@
 #include "kernels/few_tokens-inl.h"
 #include "kernels/float_gemm-inl.h"
 #include "kernels/kernels.h"
+#include "kernels/row_runs-inl.h"
 #include "kernels/word_gemm-inl.h"
 #include "quant/codecs.h"
 

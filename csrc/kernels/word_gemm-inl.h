@@ -21,14 +21,14 @@ constexpr int kWordBlock = 128, kWordReduction = 512, kWordTokens = 128;
 template <class Codec>
 constexpr bool kSumsFit = int64_t(Codec::kLargestWord) * (1 << 14) * (kWordBlock / 8) <= INT32_MAX;
 
-// 16 rows of X in fixed point, in pieces. In an even block, all pieces of a row have the scale of the largest value;
-// it costs none of them more than 4 of its 14 bits. In another block, one large value must not cost other pieces
-// theirs, so each has its own scale, and sums end with each piece.
-struct Words {
+// 16 rows of X in fixed point, in pieces. Where the pieces of a block are alike, all have the scale of a row's largest
+// value there, which costs none of them more than 4 of its 14 bits. Elsewhere one large value must not cost other
+// pieces theirs, so each has its own scale, and sums end with each piece.
+struct FixedRows {
   static constexpr int kPieces = kWordReduction / 32, kInBlock = kWordBlock / 32, kLostBits = 4;
   alignas(64) int16_t of[kPieces][kTileRows][32];
   float scales[kPieces][kTileRows];
-  bool even[kPieces / kInBlock][kTileRows];
+  bool alike[kPieces / kInBlock][kTileRows];
 
   template <class V>
   void fix(const bf16* x, int pieces) {
@@ -44,11 +44,11 @@ struct Words {
       sizes[p - first] = V::Codes::largest_magnitude(x + p * kPieceElements);
       largest = std::max(largest, sizes[p - first]);
     }
-    const bool alike = std::all_of(sizes, sizes + end - first,
-                                   [&](int size) { return size == 0 || (largest >> 7) - (size >> 7) <= kLostBits; });
-    even[first / kInBlock][r] = alike;
+    const bool near = std::all_of(sizes, sizes + end - first,
+                                  [&](int size) { return size == 0 || (largest >> 7) - (size >> 7) <= kLostBits; });
+    alike[first / kInBlock][r] = near;
     for (int p = first; p < end; p++) {
-      const GroupScale found = fixed_scale(alike ? largest : sizes[p - first]);
+      const GroupScale found = fixed_scale(near ? largest : sizes[p - first]);
       scales[p][r] = found.scale;
       if (found.factor)
         V::Words::fix(x + p * kPieceElements, found.factor, of[p][r]);
@@ -60,15 +60,15 @@ struct Words {
 
 // C[r, j] += sum_i X[row + r, i] W[j, i] for the four rows of W at `w`.
 template <class V, int R>
-void forward_words(const Words& x, int row, const int16_t* w, int pieces, float* c) {
+void forward_words(const FixedRows& x, int row, const int16_t* w, int pieces, float* c) {
   using Lanes = typename V::Words::Lanes;
   typename V::F acc[R][4];
   for (auto& each : acc)
     for (auto& a : each) a = V::zero();
   for (int t = 0; t < pieces;) {
-    bool even = true;
-    for (int r = 0; r < R; r++) even &= x.even[t / Words::kInBlock][row + r];
-    const int end = even ? std::min(t + Words::kInBlock, pieces) : t + 1;
+    bool alike = true;
+    for (int r = 0; r < R; r++) alike &= x.alike[t / FixedRows::kInBlock][row + r];
+    const int end = alike ? std::min(t + FixedRows::kInBlock, pieces) : t + 1;
     Lanes sums[R][4];
     for (auto& each : sums)
       for (auto& a : each) a = V::Words::zero();
@@ -93,14 +93,15 @@ template <class V, class Codec>
 void forward_in_words(const GemmArgs& a, const PackedMatrix& w, int out_begin, const bf16* x, float* c) {
   static_assert(kSumsFit<Codec> && V::kForwardCols == 4);
   int16_t* const panel = reinterpret_cast<int16_t*>(a.scratch);
-  Words* const words = reinterpret_cast<Words*>(panel + kWordReduction * kTileRows);
-  static_assert(kWordReduction * kTileRows * sizeof(*panel) + kWordTokens / kTileRows * sizeof(Words) <= kGemmScratch);
+  FixedRows* const rows = reinterpret_cast<FixedRows*>(panel + kWordReduction * kTileRows);
+  static_assert(kWordReduction * kTileRows * sizeof(*panel) + kWordTokens / kTileRows * sizeof(FixedRows) <=
+                kGemmScratch);
   for (int begin = 0; begin < w.cols; begin += kWordReduction) {
     const int pieces = std::min(kWordReduction, w.cols - begin) / 32;
     for (int token = 0; token < a.tokens; token += kWordTokens) {
       const int tokens = std::min(kWordTokens, a.tokens - token);
       for (int t = 0; t < tokens; t += kTileRows)
-        words[t / kTileRows].fix<V>(x + activation_elements(token + t, w.cols) + begin * kTileRows, pieces);
+        rows[t / kTileRows].fix<V>(x + activation_elements(token + t, w.cols) + begin * kTileRows, pieces);
       for (int out = 0; out < a.out_count; out += kTileRows) {
         for (int t = 0; t < pieces; t++)
           Codec::template decode_words<V>(w, (out_begin + out) / kTileRows, begin / 32 + t, panel + t * 4 * 32,
@@ -112,7 +113,7 @@ void forward_in_words(const GemmArgs& a, const PackedMatrix& w, int out_begin, c
           for (int j = 0; j < kTileRows; j += 4) {
             if (t == 0) ahead.prefetch_quarter(j / 4);
             each_run<V::kForwardRows>(std::min(kTileRows, tokens - t), [&]<int R>(int r) {
-              forward_words<V, R>(words[t / kTileRows], r, panel + j * pieces * 32, pieces, at + r * 32 + j);
+              forward_words<V, R>(rows[t / kTileRows], r, panel + j * pieces * 32, pieces, at + r * 32 + j);
             });
           }
         }

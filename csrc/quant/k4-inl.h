@@ -111,19 +111,11 @@ struct K4Codec : NibbleCodec<K4Policy> {
   static constexpr int kLargestWord = kLargestSub * 127;
   template <class V>
   static void decode_words(const PackedMatrix& w, int strip, int piece, int16_t* out, int64_t four) {
-    struct alignas(64) Words {
-      int16_t of[kScales][32];  // as CodeValues
-    };
-    static const Words words = [] {
-      Words all;
-      for (int sub = 0; sub < kScales; sub++)
-        for (int i = 0; i < 32; i++) all.of[sub][i] = int16_t(to_float(to_bf16(float(sub) * kTable[i % 16])));
-      return all;
-    }();
+    const auto& values = CodeValues<K4Policy, V, int16_t>::get();
     const uint8_t* const tile = w.tile(strip, piece / 4);
     const uint8_t *const codes = tile + piece % 4 * 16, *const subs = tile + kCodeBytes + piece % 4;
     for (int r = 0; r < kTileRows; r++)
-      V::look_up(words.of[subs[r * 4]], codes + r * kRowBytes, out + r / 4 * four + r % 4 * 32);
+      V::look_up(values.rows[subs[r * 4]], codes + r * kRowBytes, out + r / 4 * four + r % 4 * 32);
   }
 };
 

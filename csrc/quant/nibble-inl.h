@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "quant/format.h"
 
@@ -23,18 +24,25 @@ namespace ktft {
 // Groups without a larger value are packed as zeros, so that no scale is subnormal and no reciprocal overflows.
 constexpr float kTiny = 1e-30f;
 
-// For each scale of a policy, the values of all codes as bf16, repeated twice: a look-up uses five bits of an index,
-// and the fifth belongs to the other code of the byte. The ISA is a parameter so that ISAs share no code.
-template <class Policy, class V>
+// For each scale of a policy, the values of all codes, rounded to bf16, as bf16 or as whole numbers. They are repeated
+// twice: a look-up uses five bits of an index, and the fifth belongs to the other code of the byte. The ISA is a
+// parameter so that ISAs share no code.
+template <class Policy, class V, class Word>
 struct alignas(64) CodeValues {
-  bf16 rows[Policy::kScales][32];
+  Word rows[Policy::kScales][32];
 
   static const CodeValues& get() {
     static const CodeValues values = [] {
       CodeValues v;
       for (int s = 0; s < Policy::kScales; s++)
-        for (int i = 0; i < 32; i++)
-          v.rows[s][i] = to_bf16(Policy::kTable[i % 16] * Policy::template multiplier<V>(typename Policy::Scale(s)));
+        for (int i = 0; i < 32; i++) {
+          const bf16 value =
+              to_bf16(Policy::kTable[i % 16] * Policy::template multiplier<V>(typename Policy::Scale(s)));
+          if constexpr (std::is_same_v<Word, bf16>)
+            v.rows[s][i] = value;
+          else
+            v.rows[s][i] = Word(to_float(value));
+        }
       return v;
     }();
     return values;
@@ -102,7 +110,7 @@ struct NibbleCodec : Policy {
     const uint8_t* codes = tile + piece % 4 * 16;
     const Scale* scales = reinterpret_cast<const Scale*>(tile + kCodeBytes) + piece % 4;
     if constexpr (V::kLooksUpWords && Policy::kScales > 0) {
-      const CodeValues<Policy, V>& values = CodeValues<Policy, V>::get();
+      const auto& values = CodeValues<Policy, V, bf16>::get();
       for (int r = 0; r < kTileRows; r++) V::look_up(values.rows[scales[r * 4]], codes + r * kRowBytes, out + r * 32);
       return out;
     }
