@@ -4,14 +4,6 @@ from __future__ import annotations
 
 from ktft.hosts.patch import Patch
 
-COMPUTE_LOGITS = Patch(
-    "vllm.model_executor.models.*.*ForCausalLM",
-    "compute_logits",
-    "ktft.serve.vllm.loader:KtftModelLoader",
-    "An error that experts met inside a CUDA graph is raised before the logits of its step are computed. A worker "
-    "class of ktft's own (worker_cls) gets control back after the logits.",
-    on_instances=True,
-)
 QUANT_METHOD = Patch(
     "vllm.model_executor.layers.linear.LinearBase",
     "quant_method",
@@ -44,5 +36,5 @@ LOAD_LORA_MODEL = Patch(
 )
 OF_PROCESS = (LOAD_LORA_MODEL,)
 """For the whole process of a server."""
-OTHERS = (COMPUTE_LOGITS, QUANT_METHOD, BASE_MODEL_PATHS, LORA_REQUESTS)
+OTHERS = (QUANT_METHOD, BASE_MODEL_PATHS, LORA_REQUESTS)
 """Put on single objects."""

@@ -39,6 +39,7 @@ def generate(args: argparse.Namespace, mode: str) -> dict[str, Any]:
 
     from ktft.serve.runtime.served_model import current
     from ktft.serve.runtime.settings import ServeSettings
+    from ktft.serve.vllm.command import GPU_WORKER
 
     settings = ServeSettings(
         str(args.directory / "model"), gpu_expert_memory=args.gpu_expert_memory, threads=args.threads
@@ -57,6 +58,7 @@ def generate(args: argparse.Namespace, mode: str) -> dict[str, Any]:
         attention_backend="TRITON_ATTN",
         enable_prefix_caching=False,
         disable_log_stats=True,
+        worker_cls=GPU_WORKER,
         **MODES[mode],
     )
     found: dict[str, Any] = {name: {} for name in ("tokens", "logprobs", "rates", "seconds")}

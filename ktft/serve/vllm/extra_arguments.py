@@ -57,7 +57,7 @@ REFUSED = {
         "--speculative-tokens lets the model's own prediction layer draft; ktft was not tested with other drafts",
     ),
     **dict.fromkeys(("enable-elastic-ep", "kv-transfer-config"), "ktft was not tested with it"),
-    "worker-cls": "ktft chooses the worker: without a GPU its own, else vLLM's",
+    "worker-cls": "the worker is ktft's own",
     "cpu-offload-gb": "ktft keeps the experts in CPU memory itself",
     "enable-sleep-mode": "ktft cannot put its experts to sleep",
     "uds": "ktft serve listens at --host and --port",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 from vllm.config import ModelConfig, get_current_vllm_config
@@ -11,8 +11,7 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from ktft.checkpoint.load import refuse
-from ktft.device import ACCELERATORS, device_of
-from ktft.hosts.vllm import COMPUTE_LOGITS
+from ktft.device import ACCELERATORS
 from ktft.native import ExpertLayer
 from ktft.serve.runtime.agreement import RoutedSizes, check_agreement
 from ktft.serve.runtime.hybrid_experts import HybridModel
@@ -21,6 +20,7 @@ from ktft.serve.runtime.served_model import serve
 from ktft.serve.runtime.served_weights import ServedWeights
 from ktft.serve.runtime.settings import ServeSettings
 from ktft.serve.runtime.torch_defaults import torch_defaults, with_torch_defaults
+from ktft.serve.vllm.command import GPU_WORKER
 from ktft.serve.vllm.dense_linear import forget, pack_linears
 from ktft.serve.vllm.lora_linear import add_slots
 from ktft.serve.vllm.moe import ACTIVATIONS, KtftMoEMethod
@@ -75,9 +75,9 @@ class KtftModelLoader(BaseModelLoader):
                 status.write(Progress("Taking GPU memory for experts"))
                 first = next(module for module in model.modules() if isinstance(module, RoutedExperts))
                 top_k = first.moe_config.experts_per_token
+                _check_worker()
                 served = HybridModel.of(settings, weights.layers, device, top_k, model_config.dtype)
                 served.warm_up()
-                _check_each_step(model, served)
             serve(served)
             if weights.prediction:
                 KtftModelLoader._drafts = weights
@@ -117,18 +117,14 @@ def _load_dense(model: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> None
     refuse(f"vLLM's {type(model).__name__} got no weights for", lacking)
 
 
-def _check_each_step(model: nn.Module, hybrid: HybridModel) -> None:
-    """Before a step's logits are computed, raise what its experts met: in a CUDA graph none could say so themselves."""
-    compute_logits = model.compute_logits
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if not hybrid.capturing():
-            device_of(hybrid.device).current_stream().synchronize()
-            hybrid.check()
-            hybrid.between_steps()
-        return compute_logits(*args, **kwargs)  # type: ignore[operator]
-
-    COMPUTE_LOGITS.put(model, checked)
+def _check_worker() -> None:
+    """Raise ValueError if nothing would raise what experts meet in a CUDA graph."""
+    worker = get_current_vllm_config().parallel_config.worker_cls
+    if worker != GPU_WORKER:
+        raise ValueError(
+            f"vLLM's worker_cls is {worker!r}, which would serve on after an error in ktft's experts; start vLLM by "
+            f"`ktft serve`, or with worker_cls={GPU_WORKER!r}"
+        )
 
 
 def _check_experts(model: nn.Module, layers: Mapping[int, ExpertLayer]) -> None:
