@@ -21,6 +21,7 @@ from ktft.config import PROJECTIONS
 from ktft.model.experts import find_experts
 from ktft.model.quantizer import KtftConfig
 from ktft.native import ExpertLayer
+from ktft.serve.runtime import served_weights
 from ktft.serve.runtime.progress import Progress
 from ktft.serve.runtime.served_weights import ServedWeights
 from ktft.serve.runtime.settings import ServeSettings
@@ -132,3 +133,21 @@ def test_truncated_shard_and_too_little_memory(plain: Path, tmp_path: Path, monk
     monkeypatch.setenv("KTFT_MEMORY_LIMIT", "100K")
     with pytest.raises((ValueError, MemoryError), match="the model in expert_format int8"):
         weights(plain)
+
+
+@pytest.mark.parametrize(("gpu", "given", "expected"), [(False, None, None), (True, None, 15), (True, 4, 4)])
+def test_one_core_is_left_for_a_gpu(
+    plain: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool, given: int | None, expected: int | None
+) -> None:
+    class Asked(Exception):
+        """What the plan was asked for."""
+
+    def plan(model: Any, files: list[str], settings: Any) -> None:
+        raise Asked(settings.threads)
+
+    monkeypatch.setattr(served_weights, "LoadPlan", plan)
+    monkeypatch.setattr(served_weights, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(served_weights.native, "topology", lambda: {"cores": 16})
+    with pytest.raises(Asked) as asked:
+        ServedWeights(ServeSettings(str(plain), threads=given))
+    assert asked.value.args == (expected,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
+from ktft import native
 from ktft.checkpoint.load import any_match
 from ktft.checkpoint.reader import CheckpointReader
 from ktft.model.dense_memory import PLAIN_ON_GPU, dense_memory, served_dense
-from ktft.model.load_plan import LoadPlan, check_memory
+from ktft.model.load_plan import LoadPlan, check_memory, has_gpu
 from ktft.model.meta import meta_model
 from ktft.model.prediction import patterns, prediction_layers, with_prediction
 from ktft.model.shape import shape_of
@@ -46,7 +48,11 @@ class ServedWeights:
         self.prediction = prediction_layers(config)
         model = meta_model(config)
         files = [str(path) for path in CheckpointReader.from_directory(directory).files]
-        self._plan = LoadPlan(model, files, settings.experts)
+        experts = settings.experts
+        if experts.threads is None and has_gpu():
+            # One thread gives the GPU its work, where training has several: a step of few tokens is one CUDA graph.
+            experts = replace(experts, threads=max(native.topology()["cores"] - 1, 1))
+        self._plan = LoadPlan(model, files, experts)
         self._settings = settings
         self.layers: dict[int, ExpertLayer] = self._plan.layers
         check_memory(model, self._plan, 0, None, self._saved(model.config))
