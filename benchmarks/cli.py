@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -45,6 +46,17 @@ def _chosen(option: str, given: list[str] | None, known: tuple[str, ...], defaul
 
 def _peers(given: list[str] | None, known: Iterable[str], default: Iterable[str]) -> list[str]:
     return [] if given == ["none"] else _chosen("--peer", given, tuple(known), tuple(default))
+
+
+def _peer_options(given: list[str] | None, peers: list[str]) -> dict[str, list[str]]:
+    """Name of a peer -> its words, of `NAME=WORDS`, quoted as in a shell."""
+    found: dict[str, list[str]] = {}
+    for each in given or ():
+        name, _, words = each.partition("=")
+        _chosen("--peer-option", [name], tuple(peers), ())
+        with _refusing("--peer-option"):
+            found.setdefault(name, []).extend(shlex.split(words))
+    return found
 
 
 @contextmanager
@@ -259,6 +271,9 @@ def serve(
         list[str] | None, typer.Option(help="For ktft serve, as --option=--format=k4; repeatable.")
     ] = None,
     peer: Peers = None,
+    peer_option: Annotated[
+        list[str] | None, typer.Option(help="For a peer, as 'llama.cpp=--n-cpu-moe 28'; repeatable.")
+    ] = None,
     together: Annotated[
         bool | None,
         typer.Option("--together/--one-by-one", help="All servers at once, taking turns. [unless there is a GPU]"),
@@ -281,6 +296,7 @@ def serve(
 
     names = [each.name for each in PEERS]
     peers = _peers(peer, names, names if url is None else ())
+    words = _peer_options(peer_option, peers)
     counts = sorted(set(clients or [1, 4, 16]))
 
     def measured(scratch: Path, say: Callable[[str], None]) -> Iterator[ServeRecord]:
@@ -294,7 +310,7 @@ def serve(
         else:
             title = running(str(url), served_model_name).models[0]
         loads = [Load(count, prompt_tokens, output_tokens, vocabulary) for count in counts]
-        job = Job(directory, gguf, counts[-1], prompt_tokens + output_tokens + 64, tuple(option or ()), threads)
+        job = Job(directory, gguf, counts[-1], prompt_tokens + output_tokens + 64, tuple(option or ()), threads, words)
         plan = Plan(job, url, served_model_name, peers, loads, rounds, take_turns(together), title, held)
         yield from run(plan, say)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -120,6 +121,26 @@ def test_peers_are_absent_with_a_reason(tmp_path: Path) -> None:
         command = row.command(Job(tmp_path, tmp_path / "model.gguf", 4, 100, threads=2), 1234)
         assert "1234" in command
     assert PEERS[1].command(Job(tmp_path, tmp_path, 4, 100), 1)[-2:] == ["--ctx-size", "400"]
+
+
+def test_options_of_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They reach its command line, in the place of the default that they would add to; ktft's server gets none."""
+    write_checkpoint(Shape("8,2,64,32", 8, 2, 64, 32), 1, tmp_path / "model")
+    (tmp_path / "model.gguf").touch()
+    server = tmp_path / "llama-server"
+    server.write_text('#!/bin/sh\necho "got $*"; exit 3\n')
+    server.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    out = tmp_path / "out.jsonl"
+    with streaming() as (url, _):
+        options = ["--url", url, "--clients", "1", "--output-tokens", "4", "--rounds", "1", "--output", out]
+        peer = ["--peer", "llama.cpp", "--gguf", tmp_path / "model.gguf"]
+        more = ["--peer-option", "llama.cpp=--n-cpu-moe 2 --ubatch-size 64"]
+        invoke("bench", "serve", tmp_path / "model", *options, *peer, *more)
+        reason = json.loads(out.read_text())["absent_peers"]["llama.cpp"]
+        status, said = run("bench", "serve", "--url", url, "--peer-option", "llama.cpp=--n-cpu-moe 2")
+    assert reason.count("--n-cpu-moe") == 1 and reason.rstrip().endswith("--n-cpu-moe 2 --ubatch-size 64")
+    assert status == 2 and "llama.cpp" in said
 
 
 def test_a_checkpoint_of_a_shape(tmp_path: Path) -> None:

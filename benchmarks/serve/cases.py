@@ -32,6 +32,7 @@ class Job:
         length: the most tokens of prompt and answer together.
         options: more arguments of `ktft serve`.
         threads: the number of threads; None leaves it to the server.
+        peer_options: name of a peer -> more arguments of its server.
     """
 
     model: Path | None
@@ -40,6 +41,7 @@ class Job:
     length: int
     options: tuple[str, ...] = ()
     threads: int | None = None
+    peer_options: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -60,9 +60,11 @@ def _vllm(job: Job, port: int) -> list[str]:
 
 
 def _llama(job: Job, port: int) -> list[str]:
-    # The slots share the context. All experts run on the CPU, everything else on the GPU if there is one.
+    # The slots share the context. Everything but the experts is on the GPU if there is one, and all experts are on the
+    # CPU unless options say otherwise: a second --n-cpu-moe would add to the first.
     threads = ["--threads", str(job.threads)] if job.threads else []
-    command = ["llama-server", "--model", str(job.gguf), "--port", str(port), "--n-cpu-moe", "999", "-ngl", "999"]
+    experts = [] if "--n-cpu-moe" in job.peer_options.get("llama.cpp", ()) else ["--n-cpu-moe", "999"]
+    command = ["llama-server", "--model", str(job.gguf), "--port", str(port), *experts, "-ngl", "999"]
     return [*command, "--parallel", str(job.clients), "--ctx-size", str(job.clients * job.length), *threads]
 
 
@@ -80,7 +82,13 @@ def _transformers(job: Job, port: int) -> list[str]:
 KTFT = Row("ktft", lambda job: not_installed("vllm"), _ktft, VLLM_EXTRAS)
 PEERS = (
     Row("vllm", lambda job: not_installed("vllm"), _vllm, VLLM_EXTRAS, note="bf16 experts, on the GPU if there is one"),
-    Row("llama.cpp", _llama_absent, _llama, {"ignore_eos": True}, note="experts on the CPU, in the GGUF's format"),
+    Row(
+        "llama.cpp",
+        _llama_absent,
+        _llama,
+        {"ignore_eos": True},
+        note="experts on the CPU by default, in the GGUF's format",
+    ),
     Row(
         "transformers",
         lambda job: not_installed("transformers.cli.serve", "fastapi", "uvicorn", "openai", "requests"),
@@ -107,7 +115,7 @@ class Process(Started):
         self.row = row
         port = free_port()
         self.client = Client(f"http://127.0.0.1:{port}", row.extras, text if row.chats else None)
-        super().__init__(row.command(job, port))
+        super().__init__([*row.command(job, port), *job.peer_options.get(row.name, ())])
         try:
             self._wait()
             self.client.find_model(str(job.model) if row.chats else None)
