@@ -40,6 +40,15 @@ def test_as_a_module(tmp_path: Path) -> None:
     assert done.returncode == 0 and "Usage: python -m ktft" in done.stdout, done.stderr
 
 
+def test_a_reader_that_has_enough() -> None:
+    """As of `ktft version | head -1`."""
+    unread, output = os.pipe()
+    os.close(unread)
+    ended = subprocess.run([sys.executable, "-m", "ktft", "version"], stdout=output, stderr=subprocess.PIPE, text=True)
+    os.close(output)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
 def test_memory_reads_meminfo(tmp_path: Path) -> None:
     write(tmp_path, {"proc/meminfo": "MemTotal:       1024 kB\nMemAvailable:    512 kB\nHugePages_Total:       0\n"})
     assert system.memory(tmp_path) == {"MemTotal": 1 << 20, "MemAvailable": 1 << 19}

@@ -43,6 +43,8 @@ class Commands(TyperGroup):
         """Run the command. Exit status 2 for what the user can mend."""
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:  # whoever reads, as `head`, has enough: typer ends the command without a word
+            raise
         except (OSError, ValueError) as error:
             raise refuse(error) from None
 
