@@ -53,7 +53,11 @@ def _peer_options(given: list[str] | None, peers: list[str]) -> dict[str, list[s
     found: dict[str, list[str]] = {}
     for each in given or ():
         name, _, words = each.partition("=")
-        _chosen("--peer-option", [name], tuple(peers), ())
+        if name not in peers:
+            timed = ", ".join(peers) or "none"
+            raise typer.BadParameter(
+                f"{name!r} is not timed here, of peers {timed}; give --peer {name}", param_hint="--peer-option"
+            )
         with _refusing("--peer-option"):
             found.setdefault(name, []).extend(shlex.split(words))
     return found

@@ -124,7 +124,7 @@ def test_peers_are_absent_with_a_reason(tmp_path: Path) -> None:
 
 
 def test_options_of_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They reach its command line, in the place of the default that they would add to; ktft's server gets none."""
+    """They reach its command line, in the place of the default that they would add to."""
     write_checkpoint(Shape("8,2,64,32", 8, 2, 64, 32), 1, tmp_path / "model")
     (tmp_path / "model.gguf").touch()
     server = tmp_path / "llama-server"
@@ -140,7 +140,7 @@ def test_options_of_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         reason = json.loads(out.read_text())["absent_peers"]["llama.cpp"]
         status, said = run("bench", "serve", "--url", url, "--peer-option", "llama.cpp=--n-cpu-moe 2")
     assert reason.count("--n-cpu-moe") == 1 and reason.rstrip().endswith("--n-cpu-moe 2 --ubatch-size 64")
-    assert status == 2 and "llama.cpp" in said
+    assert status == 2 and "give --peer llama.cpp" in said
 
 
 def test_a_checkpoint_of_a_shape(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from benchmarks.serve.client import Client, ServerFailed
 START_SECONDS = 1800.0
 STOP_SECONDS = 20.0
 KV_CACHE = 2 << 30
+EXPERTS_ON_CPU = {"--n-cpu-moe", "-ncmoe", "--cpu-moe", "-cmoe"}
+"""llama.cpp's options of which layers have their experts on the CPU."""
 VLLM_EXTRAS = {"ignore_eos": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
@@ -61,9 +63,10 @@ def _vllm(job: Job, port: int) -> list[str]:
 
 def _llama(job: Job, port: int) -> list[str]:
     # The slots share the context. Everything but the experts is on the GPU if there is one, and all experts are on the
-    # CPU unless options say otherwise: a second --n-cpu-moe would add to the first.
+    # CPU unless options say otherwise: a second of these would add to the first.
     threads = ["--threads", str(job.threads)] if job.threads else []
-    experts = [] if "--n-cpu-moe" in job.peer_options.get("llama.cpp", ()) else ["--n-cpu-moe", "999"]
+    own = EXPERTS_ON_CPU.intersection(job.peer_options.get("llama.cpp", ()))
+    experts = [] if own else ["--n-cpu-moe", "999"]
     command = ["llama-server", "--model", str(job.gguf), "--port", str(port), *experts, "-ngl", "999"]
     return [*command, "--parallel", str(job.clients), "--ctx-size", str(job.clients * job.length), *threads]
 

@@ -58,13 +58,15 @@ class KtftModelLoader(BaseModelLoader):
         status.write(Progress(READY))
 
     def _load(self, model: nn.Module, model_config: ModelConfig, settings: ServeSettings, status: StatusFile) -> None:
+        device = next(model.parameters()).device
+        if device.type in ACCELERATORS:
+            _check_worker()
         status.write(Progress("Reading the checkpoint's headers"))
         with torch_defaults():
             weights = ServedWeights(settings)
         _check_experts(model, {n: each for n, each in weights.layers.items() if n not in weights.prediction})
         status.write(Progress("Loading the weights around the experts"))
         _load_dense(model, weights.dense(model_config.dtype))
-        device = next(model.parameters()).device
         with torch_defaults():
             if settings.dense_format is not None and device.type == "cpu":
                 status.write(Progress(f"Packing the weights around the experts in {settings.dense_format}"))
@@ -75,7 +77,6 @@ class KtftModelLoader(BaseModelLoader):
                 status.write(Progress("Taking GPU memory for experts"))
                 first = next(module for module in model.modules() if isinstance(module, RoutedExperts))
                 top_k = first.moe_config.experts_per_token
-                _check_worker()
                 served = HybridModel.of(settings, weights.layers, device, top_k, model_config.dtype)
                 served.warm_up()
             serve(served)
