@@ -253,7 +253,7 @@ class Board(dict[str, str]):
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        ({"failure/1": "OSError: disk full"}, "rank 1 failed: OSError: disk full"),
+        ({"failure/1": "elsewhere|OSError: disk full"}, "rank 1 on elsewhere failed: OSError: disk full"),
         ({"life/1": "elsewhere|pid|7|3"}, "rank 1 on elsewhere has been silent"),
     ],
 )
@@ -286,13 +286,13 @@ def test_ranks_are_not_silent_while_this_one_is_stopped(monkeypatch: pytest.Monk
 def test_a_rank_that_fails_waits_until_the_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 fails as well."""
     monkeypatch.setattr(watch, "EVERY", 5.0)
-    board = Board({"failure/2": "MemoryError: no memory"})
+    board = Board({"failure/2": "elsewhere|MemoryError: no memory"})
     failing = Watch(Launch(0, 3, 0, 3), board, lambda: None)
     failing._failure = "OSError: disk full"
     waiting = threading.Thread(target=failing._talking)
     waiting.start()
     waiting.join(1.0)
-    assert waiting.is_alive() and not failing._told.is_set() and board["failure/0"] == "OSError: disk full"
+    assert waiting.is_alive() and not failing._told.is_set() and board["failure/0"].endswith("|OSError: disk full")
     board["heard/0/1"] = "1"
     waiting.join(15)
     assert failing._told.is_set()

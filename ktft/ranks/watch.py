@@ -115,7 +115,7 @@ class Watch:
             try:
                 self._store.set(f"life/{self._launch.rank}", "ended" if ended else str(life))
                 if self._failure is not None:
-                    self._store.set(f"failure/{self._launch.rank}", self._failure)
+                    self._store.set(f"failure/{self._launch.rank}", f"{life.host}|{self._failure}")
                     self._wait_until_heard()
                     self._told.set()
                 if ended or self._failure is not None:
@@ -145,7 +145,8 @@ class Watch:
             if rank == self._launch.rank:
                 continue
             if self._store.check([key]):
-                self._gone(rank, f"failed: {self._store.get(key).decode()}")
+                host, _, failure = self._store.get(key).decode().partition("|")
+                self._gone(rank, host, f"failed: {failure}")
                 self._store.set(f"heard/{rank}/{self._launch.rank}", "1")
             elif self._store.check([f"life/{rank}"]):
                 self._hear(rank, self._store.get(f"life/{rank}").decode(), own)
@@ -161,16 +162,15 @@ class Watch:
             return
         near = (life.host, life.space) == (own.host, own.space)
         if near and not os.path.exists(f"/proc/{life.process}"):
-            self._gone(rank, f"is gone: its process {life.process} has ended without a word. {_KILLED}")
+            self._gone(rank, life.host, f"is gone: its process {life.process} has ended without a word. {_KILLED}")
         elif now - since > SILENT:
-            self._gone(rank, f"has been silent for {now - since:.0f} s: it hangs, or its machine is cut off")
+            self._gone(rank, life.host, f"has been silent for {now - since:.0f} s: it hangs, or its machine is cut off")
             if near:  # torchrun would wait for it for another half minute
                 os.kill(life.process, signal.SIGKILL)
 
-    def _gone(self, rank: int, what: str) -> None:
+    def _gone(self, rank: int, host: str, what: str) -> None:
         if self.found is None:
-            life, _ = self._heard.get(rank, (None, 0.0))
-            self._find(f"rank {rank}{f' on {life.host}' if life else ''} {what}")
+            self._find(f"rank {rank} on {host} {what}")
 
     def _find(self, what: str) -> None:
         logger.error("%s ends because %s", self._launch.name, what)
