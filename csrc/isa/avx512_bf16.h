@@ -13,11 +13,13 @@ namespace ktft {
 //   dot                      int32 lane i is sums[i] + the products of bytes 4i to 4i + 3, of values and signed x
 //   dot_low                  the same, for 0 <= x < 128
 //   add_scaled               sums[i] += scales[i / 4] * lane i, all 16; add_scaled_lanes has a scale for each lane
+//   plus_scaled, ..._lanes   the same with sums in a register, where there are registers for the 16 of a strip's rows
 //   largest_magnitude        of 32 values of x, the bits of the largest magnitude; NaN is larger than Inf
 //   split                    round(x * factor) = 128 high + low, of 16 values, 0 <= low < 128
 struct VnniCodes {
   static constexpr int kOffset = 128;
   using Bytes = __m512i;
+  using Sums = __m512;
 
   static Bytes load(const void* p) { return _mm512_loadu_si512(p); }
   static void store(void* p, Bytes v) { _mm512_storeu_si512(p, v); }
@@ -30,13 +32,19 @@ struct VnniCodes {
   static Bytes dot(Bytes sums, Bytes values, Bytes x) { return _mm512_dpbusd_epi32(sums, values, x); }
   static Bytes dot_low(Bytes sums, Bytes values, Bytes x) { return dot(sums, values, x); }
   static Bytes times_128(Bytes lanes) { return _mm512_slli_epi32(lanes, 7); }
-  static void add_scaled(float* sums, Bytes lanes, const float* scales) {
+  static Sums plus_scaled(Sums sums, Bytes lanes, const float* scales) {
     const __m512i spread = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
     const __m512 scale = _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_load_ps(scales)), spread);
-    _mm512_store_ps(sums, _mm512_fmadd_ps(_mm512_cvtepi32_ps(lanes), scale, _mm512_load_ps(sums)));
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(lanes), scale, sums);
+  }
+  static Sums plus_scaled_lanes(Sums sums, Bytes lanes, const float* scales) {
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(lanes), _mm512_load_ps(scales), sums);
+  }
+  static void add_scaled(float* sums, Bytes lanes, const float* scales) {
+    _mm512_store_ps(sums, plus_scaled(_mm512_load_ps(sums), lanes, scales));
   }
   static void add_scaled_lanes(float* sums, Bytes lanes, const float* scales) {
-    _mm512_store_ps(sums, _mm512_fmadd_ps(_mm512_cvtepi32_ps(lanes), _mm512_load_ps(scales), _mm512_load_ps(sums)));
+    _mm512_store_ps(sums, plus_scaled_lanes(_mm512_load_ps(sums), lanes, scales));
   }
   static int largest_magnitude(const bf16* x) {
     const __m512i all = _mm512_and_si512(_mm512_loadu_si512(x), _mm512_set1_epi16(0x7fff));

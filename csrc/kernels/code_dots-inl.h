@@ -175,4 +175,48 @@ __attribute__((noinline)) void dot_tile(const uint8_t* tile, const FixedPointOf<
   }
 }
 
+// Whether the sums of a strip's 16 rows and one token stay in registers, so that more products run while weights
+// arrive. Intel's CPUs with tiles read at the memory's rate without.
+template <class V, class Codec>
+constexpr bool kKeepsSums = kDotsCodes<V, Codec> && !kHasTiles<V> && requires { typename V::Codes::Sums; };
+
+// Adds the products of a strip of W and one row of X to results[r]. While a tile is multiplied, ahead(tile) is
+// prefetched.
+template <class V, class Codec, class Ahead>
+void dot_codes_row(const uint8_t* tile, int tiles, const FixedPointOf<Codec>* x, const Ahead& ahead, float* results) {
+  using Codes = typename V::Codes;
+  constexpr int kPlanes = FixedPointOf<Codec>::kPlanes, kBytes = info(Codec::kFormat).tile_bytes;
+  constexpr bool kNibbles = kPlanes == 2;
+  typename Codes::Sums sums[kTileRows];
+#pragma GCC unroll 16
+  for (int r = 0; r < kTileRows; r++) sums[r] = V::zero();
+  typename Codes::Bytes table;
+  if constexpr (kNibbles) table = Codes::table(Codec::kWholeValues.at);
+  for (int i = 0; i < tiles; i++, x++, tile += kBytes) {
+    const uint8_t* const next = ahead(tile);
+    alignas(64) float scales[kTileRows * 4];
+    if constexpr (kNibbles) {
+      for (int k = 0; k < kTileRows * 4; k++) scales[k] = Codec::template group_scale<V>(tile, k);
+      for (int k = 0; k < kTileRows * 4; k += V::kWidth)
+        V::store(scales + k, V::mul(V::load(scales + k), V::load(x->scales + k % 16)));
+    }
+    const Planes<Codes, kPlanes> planes = planes_of<Codes>(*x);
+    if (kBytes > kCodeBytes) prefetch_weights<V>(next + kCodeBytes, kBytes - kCodeBytes);
+#pragma GCC unroll 16
+    for (int r = 0; r < kTileRows; r++) {
+      prefetch_weights<V>(next + r * kRowBytes, kRowBytes);
+      const auto codes = Codes::load(tile + r * kRowBytes);
+      if constexpr (kNibbles) {
+        const auto first = Codes::low_values(table, codes), second = Codes::high_values(table, codes);
+        sums[r] = Codes::plus_scaled(sums[r], planes.dot(first, second), scales + r * 4);
+      } else {
+        const auto values = Codes::values(codes);
+        sums[r] = Codes::plus_scaled_lanes(sums[r], planes.dot(values, values), x->scales);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kTileRows; r += 4) V::add_sums(results + r, sums[r], sums[r + 1], sums[r + 2], sums[r + 3]);
+}
+
 }  // namespace ktft

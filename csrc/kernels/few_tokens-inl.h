@@ -13,7 +13,9 @@
 
 namespace ktft {
 
-constexpr int kDotAhead = 8 << 10;            // distance of the prefetch in bytes; strips are contiguous in memory
+// The distance of the prefetch in bytes; strips are contiguous in memory. Measured (docs/dev/kernel-log.md).
+template <class V, class Codec>
+constexpr int kDotAhead = kKeepsSums<V, Codec> && info(Codec::kFormat).tile_cols > kRowBytes ? 2 << 10 : 8 << 10;
 constexpr int kDotRows[] = {0, 16, 8, 4, 4};  // rows of W at a time, by number of tokens: their sums stay in registers
 
 // Bytes of one piece, including its share of the tile's group scales.
@@ -24,7 +26,7 @@ constexpr int kPieceBytes = info(Codec::kFormat).tile_bytes / (info(Codec::kForm
 // last product belongs to another thread's work.
 struct DotAhead {
   const uint8_t *end = nullptr, *next = nullptr;
-  int64_t distance = kDotAhead;  // at most the bytes that come next
+  int64_t distance = 8 << 10;  // at most the bytes that come next
 
   const uint8_t* of(const uint8_t* at) const {
     const int64_t past = at + distance - end;
@@ -128,6 +130,10 @@ template <class V, class Codec>
 void dot_codes_strip(const PackedMatrix& w, int strip, const FixedPointOf<Codec>* const* x, int tokens,
                      const DotAhead& further, float* results) {
   constexpr int kTileBytes = info(Codec::kFormat).tile_bytes;
+  if constexpr (kKeepsSums<V, Codec>)
+    if (tokens == 1)
+      return dot_codes_row<V, Codec>(
+          w.tile(strip, 0), w.col_tiles(), x[0], [&](const uint8_t* tile) { return further.of(tile); }, results);
   alignas(64) float sums[kTileRows * kMostDots * 16];
   std::fill_n(sums, kTileRows * tokens * 16, 0.f);
   const uint8_t* tile = w.tile(strip, 0);
@@ -198,7 +204,7 @@ void few_tokens_forward(const GemmArgs& a) {
     }
     const GemmTerm* const next = i + 1 < a.count ? &a.terms[i + 1] : nullptr;
     const DotAhead further{w.tile((term.out_begin + a.out_count) / kTileRows, 0),
-                           next ? next->w->tile(next->out_begin / kTileRows, 0) : nullptr};
+                           next ? next->w->tile(next->out_begin / kTileRows, 0) : nullptr, kDotAhead<V, Codec>};
     for (int out = 0; out < a.out_count; out += kTileRows) {
       float results[kTileRows * kMostDots] = {};
       const int strip = (term.out_begin + out) / kTileRows, lora_strip = (term.lora_begin + out) / kTileRows;

@@ -26,7 +26,7 @@ template <class V, class Codec>
 void strip_product(const StripArgs& a) {
   float by_output[kTileRows * kFewRows] = {};
   const int64_t bytes = int64_t(a.w->col_tiles()) * info(Codec::kFormat).tile_bytes;
-  const DotAhead further{a.w->tile(a.strip, 0) + bytes, a.next, std::min<int64_t>(kDotAhead, bytes)};
+  const DotAhead further{a.w->tile(a.strip, 0) + bytes, a.next, std::min<int64_t>(kDotAhead<V, Codec>, bytes)};
   if constexpr (kDotsCodes<V, Codec>) {
     const FixedPointOf<Codec>* rows[kFewRows];
     for (int t = 0; t < a.tokens; t++) rows[t] = static_cast<const FixedPointOf<Codec>*>(a.rows[t]);

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/check.h"
+#include "numa/buffer.h"
 #include "quant/pack.h"
 
 namespace ktft {
@@ -48,6 +49,7 @@ bool pack_dense(Pool& pool, Format format, const SourceMatrix& source, void* out
              kTileRows, ", a multiple of ", kDimMultiple, "]");
   PackedMatrix matrix = dense_matrix(format, rows, cols, out);
   const bool keep = keeps(source, format);
+  prefer_huge_pages(out, dense_bytes(format, rows, cols));
   // The bytes behind each strip are copied and compared with the rest
   std::memset(out, 0, dense_bytes(format, rows, cols));
   FirstBad bad;

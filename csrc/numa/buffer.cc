@@ -27,6 +27,12 @@ int prefer_node(void* at, size_t bytes, int node) {
 
 }  // namespace
 
+void prefer_huge_pages(void* at, size_t bytes) {
+  const uintptr_t begin = (uintptr_t(at) + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = (uintptr_t(at) + bytes) / kHugePage * kHugePage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
 void NodeBuffer::Unmap::operator()(char*) const { munmap(map, bytes); }
 
 NodeBuffer::NodeBuffer(size_t bytes, int node) : size_(bytes), node_(node) {
@@ -37,7 +43,7 @@ NodeBuffer::NodeBuffer(size_t bytes, int node) : size_(bytes), node_(node) {
   if (map == MAP_FAILED) throw OutOfMemory(bytes);
   const uintptr_t unit = large ? kHugePage : kPage, at = (uintptr_t(map) + unit - 1) / unit * unit;
   data_ = {reinterpret_cast<char*>(at), Unmap{map, mapped}};
-  if (large) madvise(data(), mapped - (at - uintptr_t(map)), MADV_HUGEPAGE);
+  if (large) prefer_huge_pages(data(), mapped - (at - uintptr_t(map)));
   if (node >= 0) prefer_node(map, mapped, node);
 }
 
