@@ -12,6 +12,28 @@ QUANT_METHOD = Patch(
     "get_quant_method before it is known which layers can have LoRA.",
     on_instances=True,
 )
+_SHORT = "On a CPU a loaded layer of which nothing special is asked skips what vLLM does in Python to find that out."
+NORM_FORWARD = Patch(
+    "vllm.model_executor.layers.layernorm.RMSNorm",
+    "forward",
+    "ktft.serve.vllm.short_paths:shorten",
+    _SHORT,
+    on_instances=True,
+)
+ATTENTION_FORWARD = Patch(
+    "vllm.model_executor.layers.attention.attention.Attention",
+    "forward",
+    "ktft.serve.vllm.short_paths:shorten",
+    _SHORT,
+    on_instances=True,
+)
+EXPERTS_FORWARD = Patch(
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner",
+    "forward",
+    "ktft.serve.vllm.short_paths:shorten",
+    _SHORT,
+    on_instances=True,
+)
 BASE_MODEL_PATHS = Patch(
     "vllm.entrypoints.openai.models.serving.OpenAIServingModels",
     "base_model_paths",
@@ -36,5 +58,5 @@ LOAD_LORA_MODEL = Patch(
 )
 OF_PROCESS = (LOAD_LORA_MODEL,)
 """For the whole process of a server."""
-OTHERS = (QUANT_METHOD, BASE_MODEL_PATHS, LORA_REQUESTS)
+OTHERS = (QUANT_METHOD, NORM_FORWARD, ATTENTION_FORWARD, EXPERTS_FORWARD, BASE_MODEL_PATHS, LORA_REQUESTS)
 """Put on single objects."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
@@ -84,6 +85,9 @@ class KtftModelLoader(BaseModelLoader):
                 KtftModelLoader._drafts = weights
             if settings.adapter_slots:
                 add_slots(model, get_current_vllm_config(), settings.max_lora_rank, served.step)
+            if device.type == "cpu" and os.environ.get("KT_LONG") is None:
+                from ktft.serve.vllm.short_paths import shorten
+                shorten(model)
             for number, (name, path) in enumerate(settings.adapters, start=1):
                 status.write(Progress(f"Loading the adapter {name}"))
                 set_adapter(model, path) if settings.one_at_a_time else add(model, number, path)

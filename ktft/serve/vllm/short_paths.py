@@ -1,0 +1,123 @@
+"""Shorter ways through layers of vLLM on a CPU.
+
+Beside one token's products, what vLLM's layers do in Python to find out that nothing special is asked of them takes a
+tenth of the time: weights push everything else out of the caches, so each line of Python comes from memory. `shorten`
+asks these questions once. A layer of which something special is asked keeps its own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+from ktft import native
+from ktft.hosts.vllm import ATTENTION_FORWARD, EXPERTS_FORWARD, NORM_FORWARD
+from ktft.serve.vllm.moe import KtftMoEMethod
+
+Forward = Callable[..., Any]
+
+
+def shorten(model: nn.Module) -> None:
+    """Give the layers of a loaded model shorter forwards, with the same results. For steps that are not compiled."""
+    for module in model.modules():
+        kind = type(module)
+        if kind is RMSNorm and (forward := _norm(module)):
+            NORM_FORWARD.put(module, forward)
+        elif kind is Attention and (forward := _attention(module)):
+            ATTENTION_FORWARD.put(module, forward)
+        elif kind is MoERunner and (forward := _experts(module)):
+            EXPERTS_FORWARD.put(module, forward)
+
+
+def _norm(layer: RMSNorm) -> Forward | None:
+    """What `ktft.serve.vllm.norms` registers, without vLLM's choice among implementations."""
+    if not native.cpu_features()["avx512"] or not layer.has_weight or layer.variance_size_override is not None:
+        return None
+    own, weight, epsilon = layer.forward, layer.weight.data, layer.variance_epsilon
+    norm, add_and_norm = torch.ops._C.rms_norm.default, torch.ops._C.fused_add_rms_norm.default
+
+    def forward(x: Tensor, residual: Tensor | None = None) -> Any:
+        if x.dtype != weight.dtype or (residual is not None and residual.dtype != x.dtype):
+            return own(x, residual)
+        if residual is None:
+            out = torch.empty(x.shape, dtype=x.dtype)
+            norm(out, x.contiguous(), weight, epsilon)
+            return out
+        add_and_norm(x, residual, weight, epsilon)
+        return x, residual
+
+    return forward
+
+
+def _attention(layer: Attention) -> Forward | None:
+    """Attention of a decoder over its own KV cache."""
+    impl: Any = layer.impl
+    if (
+        type(impl) is not CPUAttentionBackendImpl
+        or layer.query_quant is not None
+        or layer.kv_sharing_target_layer_name is not None
+        or layer.attn_backend.forward_includes_kv_cache_update
+    ):
+        return None
+    own, name = layer.forward, layer.layer_name
+    heads, groups, size, value_size = layer.num_heads, layer.num_kv_heads, layer.head_size, layer.head_size_v
+
+    def forward(query: Tensor, key: Tensor | None, value: Tensor | None, *rest: Any, **named: Any) -> Tensor:
+        context = get_forward_context()
+        metadata, slots = context.attn_metadata, context.slot_mapping
+        if rest or named or key is None or value is None or not isinstance(metadata, dict) or name not in slots:
+            out: Tensor = own(query, key, value, *rest, **named)
+            return out
+        rows = query.shape[0]
+        out = torch.empty(rows, heads * value_size, dtype=query.dtype)
+        key, value = key.view(-1, groups, size), value.view(-1, groups, value_size)
+        cache = layer.kv_cache
+        impl.do_kv_cache_update(layer, key, value, cache, slots[name])
+        impl.forward(
+            layer, query.view(-1, heads, size), key, value, cache, metadata[name], out.view(-1, heads, value_size)
+        )
+        return out
+
+    return forward
+
+
+def _experts(layer: MoERunner) -> Forward | None:
+    """Router, routed experts and shared experts of one process."""
+    routed = layer.routed_experts
+    method, config = routed.quant_method, layer.moe_config
+    parallel = config.moe_parallel_config
+    if (
+        type(method) is not KtftMoEMethod
+        or layer.routed_input_transform is not None
+        or layer.routed_output_transform is not None
+        or layer._fse_fuse_gate
+        or config.is_sequence_parallel
+        or max(parallel.tp_size, parallel.ep_size, parallel.dp_size, config.pcp_size) > 1
+        or config.hidden_dim != routed.hidden_size
+    ):
+        return None
+    own, gate, router, scale = layer.forward, layer.gate, layer.router, layer.routed_scaling_factor
+    shared = layer._shared_experts and layer._shared_experts._layer
+
+    def forward(hidden_states: Tensor, router_logits: Tensor, *rest: Any, **named: Any) -> Tensor:
+        if rest or named or hidden_states.dtype == torch.float16:
+            out: Tensor = own(hidden_states, router_logits, *rest, **named)
+            return out
+        beside = None if shared is None else shared(hidden_states)
+        if gate is not None:
+            router_logits = gate(hidden_states)[0]
+        weights, numbers = router.select_experts(hidden_states, router_logits)
+        out = method.apply(routed, hidden_states, weights, numbers)
+        if scale != 1.0:
+            out *= scale
+        return out if beside is None else beside + out
+
+    return forward
