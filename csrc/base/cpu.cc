@@ -54,8 +54,8 @@ bool runs(Isa isa) {
     case Isa::kScalar: return true;
     case Isa::kAvx2: return f.avx2 && f.fma && f.f16c;
     case Isa::kAvx512: return f.avx512;
-    case Isa::kAvx512Bf16: return f.avx512_bf16 && f.avx512_vnni;
-    case Isa::kAmxBf16: return f.amx_bf16 && f.avx512_bf16 && f.avx512_vnni && f.avx512_vbmi;
+    case Isa::kAvx512Bf16: return f.avx512_bf16 && f.avx512_vnni && f.avx512_vbmi;
+    case Isa::kAmxBf16: return f.amx_bf16 && runs(Isa::kAvx512Bf16);
   }
   return false;
 }

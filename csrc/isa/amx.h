@@ -46,15 +46,7 @@ struct AmxTiles {
   }
 };
 
-// Look-ups with six-bit indices; in a table of four copies, bits above a code do not matter. AMX CPUs have
-// AVX-512-VBMI.
-struct VbmiCodes : VnniCodes {
-  static Bytes low_values(Bytes table, Bytes codes) { return _mm512_permutexvar_epi8(codes, table); }
-  static Bytes high_values(Bytes table, Bytes codes) { return low_values(table, _mm512_srli_epi16(codes, 4)); }
-};
-
 struct AmxBf16 : Avx512Bf16 {
-  using Codes = VbmiCodes;
   using Tiles = AmxTiles;
 
   // p[2 i] = bf16(even[i]), p[2 i + 1] = bf16(odd[i])

@@ -1,5 +1,6 @@
-// AVX-512-BF16: vdpbf16ps multiplies 32 bf16 and adds neighbouring products into 16 fp32 lanes. Every CPU that has it
-// has AVX-512-VNNI, which does the same with 64 bytes and int32.
+// AVX-512-BF16: vdpbf16ps multiplies 32 bf16 and adds neighbouring products into 16 fp32 lanes. CPUs that have it have
+// AVX-512-VNNI, which does the same with 64 bytes and int32, and all but Intel's Cooper Lake have AVX-512-VBMI, which
+// looks up bytes by six bits. Cooper Lake runs the kernels for plain AVX-512.
 #pragma once
 
 #include "isa/avx512.h"
@@ -13,7 +14,10 @@ namespace ktft {
 //   dot                      int32 lane i is sums[i] + the products of bytes 4i to 4i + 3, of values and signed x
 //   dot_low                  the same, for 0 <= x < 128
 //   add_scaled               sums[i] += scales[i / 4] * lane i, all 16; add_scaled_lanes has a scale for each lane
-//   plus_scaled, ..._lanes   the same with sums in a register, where there are registers for the 16 of a strip's rows
+//   plus_scaled, ..._lanes   the same with sums in a register, where there are registers for the 16 of a strip's rows;
+//                            the scales are those of all rows
+//   sum_fours                lane 4 g + k is the sum of lanes 4 g to 4 g + 3 of the k-th of four
+//   by_fours                 lane 4 g + k is value g, or 4 k + g if there is one for each row
 //   largest_magnitude        of 32 values of x, the bits of the largest magnitude; NaN is larger than Inf
 //   split                    round(x * factor) = 128 high + low, of 16 values, 0 <= low < 128
 struct VnniCodes {
@@ -24,25 +28,38 @@ struct VnniCodes {
   static Bytes load(const void* p) { return _mm512_loadu_si512(p); }
   static void store(void* p, Bytes v) { _mm512_storeu_si512(p, v); }
   static Bytes table(const uint8_t* values) { return load(values); }
-  static Bytes low_values(Bytes table, Bytes codes) {
-    return _mm512_shuffle_epi8(table, _mm512_and_si512(codes, _mm512_set1_epi8(15)));
-  }
+  // In a table of four copies, bits above a code do not matter
+  static Bytes low_values(Bytes table, Bytes codes) { return _mm512_permutexvar_epi8(codes, table); }
   static Bytes high_values(Bytes table, Bytes codes) { return low_values(table, _mm512_srli_epi16(codes, 4)); }
   static Bytes values(Bytes codes) { return _mm512_xor_si512(codes, _mm512_set1_epi8(-128)); }
   static Bytes dot(Bytes sums, Bytes values, Bytes x) { return _mm512_dpbusd_epi32(sums, values, x); }
   static Bytes dot_low(Bytes sums, Bytes values, Bytes x) { return dot(sums, values, x); }
   static Bytes times_128(Bytes lanes) { return _mm512_slli_epi32(lanes, 7); }
-  static Sums plus_scaled(Sums sums, Bytes lanes, const float* scales) {
-    const __m512i spread = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
-    const __m512 scale = _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_load_ps(scales)), spread);
+  static Sums plus_scaled(Sums sums, Bytes lanes, const float* scales, int row) {
+    const __m512i groups = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    const __m512i of_row = _mm512_add_epi32(groups, _mm512_set1_epi32(row % 4 * 4));
+    const __m512 scale = _mm512_permutexvar_ps(of_row, _mm512_load_ps(scales + row / 4 * 16));
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(lanes), scale, sums);
   }
   static Sums plus_scaled_lanes(Sums sums, Bytes lanes, const float* scales) {
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(lanes), _mm512_load_ps(scales), sums);
   }
   static void add_scaled(float* sums, Bytes lanes, const float* scales) {
-    _mm512_store_ps(sums, plus_scaled(_mm512_load_ps(sums), lanes, scales));
+    const __m512i groups = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    const __m512 scale = _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_load_ps(scales)), groups);
+    _mm512_store_ps(sums, _mm512_fmadd_ps(_mm512_cvtepi32_ps(lanes), scale, _mm512_load_ps(sums)));
   }
+  static Bytes sum_fours(Bytes a, Bytes b, Bytes c, Bytes d) {
+    const Bytes first = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    const Bytes second = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+    return _mm512_add_epi32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
+  }
+  static Sums by_fours(const float* values, bool of_row) {
+    const __m512i groups = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    const __m512i rows = _mm512_set_epi32(12, 8, 4, 0, 12, 8, 4, 0, 12, 8, 4, 0, 12, 8, 4, 0);
+    return _mm512_permutexvar_ps(of_row ? _mm512_add_epi32(groups, rows) : groups, _mm512_load_ps(values));
+  }
+  static Sums to_float(Bytes lanes) { return _mm512_cvtepi32_ps(lanes); }
   static void add_scaled_lanes(float* sums, Bytes lanes, const float* scales) {
     _mm512_store_ps(sums, plus_scaled_lanes(_mm512_load_ps(sums), lanes, scales));
   }

@@ -208,7 +208,7 @@ void dot_codes_row(const uint8_t* tile, int tiles, const FixedPointOf<Codec>* x,
       const auto codes = Codes::load(tile + r * kRowBytes);
       if constexpr (kNibbles) {
         const auto first = Codes::low_values(table, codes), second = Codes::high_values(table, codes);
-        sums[r] = Codes::plus_scaled(sums[r], planes.dot(first, second), scales + r * 4);
+        sums[r] = Codes::plus_scaled(sums[r], planes.dot(first, second), scales, r);
       } else {
         const auto values = Codes::values(codes);
         sums[r] = Codes::plus_scaled_lanes(sums[r], planes.dot(values, values), x->scales);
@@ -217,6 +217,39 @@ void dot_codes_row(const uint8_t* tile, int tiles, const FixedPointOf<Codec>* x,
   }
 #pragma GCC unroll 4
   for (int r = 0; r < kTileRows; r += 4) V::add_sums(results + r, sums[r], sums[r + 1], sums[r + 2], sums[r + 3]);
+}
+
+// The same for 4-bit codes and M tokens, x[t], whose sums are in memory: sums[(t * 4 + q) * 16 + 4 g + k] is that of row
+// 4 q + k and group g. Lanes of four rows are added up before they become floats, which is a third fewer instructions.
+// Prefetches a tile at `ahead`, unless that is null.
+template <class V, class Codec, int M>
+__attribute__((noinline)) void dot_nibbles(const uint8_t* tile, const FixedPointOf<Codec>* const* x,
+                                           const uint8_t* ahead, float* sums) {
+  using Codes = typename V::Codes;
+  alignas(64) float own[kTileRows * 4];
+  for (int i = 0; i < kTileRows * 4; i++) own[i] = Codec::template group_scale<V>(tile, i);
+  typename Codes::Sums of_x[M];
+#pragma GCC unroll 4
+  for (int t = 0; t < M; t++) of_x[t] = Codes::by_fours(x[t]->scales, false);
+  const auto table = Codes::table(Codec::kWholeValues.at);
+  if (ahead) prefetch_weights<V>(ahead, info(Codec::kFormat).tile_bytes);
+  for (int q = 0; q < kTileRows / 4; q++, tile += 4 * kRowBytes, sums += 16) {
+    const auto scales = Codes::by_fours(own + q * 16, true);
+    typename Codes::Bytes first[4], second[4];
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {
+      const auto codes = Codes::load(tile + k * kRowBytes);
+      first[k] = Codes::low_values(table, codes), second[k] = Codes::high_values(table, codes);
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < M; t++) {
+      const auto planes = planes_of<Codes>(*x[t]);
+      const auto lanes = Codes::sum_fours(planes.dot(first[0], second[0]), planes.dot(first[1], second[1]),
+                                          planes.dot(first[2], second[2]), planes.dot(first[3], second[3]));
+      float* const at = sums + t * kTileRows * 4;
+      V::store(at, V::fma(Codes::to_float(lanes), V::mul(scales, of_x[t]), V::load(at)));
+    }
+  }
 }
 
 }  // namespace ktft

@@ -134,15 +134,24 @@ void dot_codes_strip(const PackedMatrix& w, int strip, const FixedPointOf<Codec>
     if (tokens == 1)
       return dot_codes_row<V, Codec>(
           w.tile(strip, 0), w.col_tiles(), x[0], [&](const uint8_t* tile) { return further.of(tile); }, results);
-  alignas(64) float sums[kTileRows * kMostDots * 16];
-  std::fill_n(sums, kTileRows * tokens * 16, 0.f);
+  constexpr bool kByFours = kKeepsSums<V, Codec> && FixedPointOf<Codec>::kPlanes == 2;
+  alignas(64) float sums[kTileRows * kMostDots * (kByFours ? 4 : 16)];
+  std::fill_n(sums, kTileRows * tokens * (kByFours ? 4 : 16), 0.f);
   const uint8_t* tile = w.tile(strip, 0);
   for (int i = 0; i < w.col_tiles(); i++, tile += kTileBytes)
     each_few(tokens, [&]<int M>(int t) {
       const FixedPointOf<Codec>* at[M];
       for (int m = 0; m < M; m++) at[m] = x[t + m] + i;
-      dot_tile<V, Codec, M>(tile, at, t && !kSpreads<M> ? nullptr : further.of(tile), tokens, sums + t * 16);
+      if constexpr (kByFours)
+        dot_nibbles<V, Codec, M>(tile, at, t ? nullptr : further.of(tile), sums + t * kTileRows * 4);
+      else
+        dot_tile<V, Codec, M>(tile, at, t && !kSpreads<M> ? nullptr : further.of(tile), tokens, sums + t * 16);
     });
+  if constexpr (kByFours) {
+    for (int t = 0; t < tokens; t++)
+      for (int i = 0; i < kTileRows * 4; i++) results[(i / 16 * 4 + i % 4) * tokens + t] += sums[t * kTileRows * 4 + i];
+    return;
+  }
   for (int i = 0; i < kTileRows * tokens; i++) {
     typename V::F sum = V::zero();
     for (int lane = 0; lane < 16; lane += V::kWidth) sum = V::add(sum, V::load(sums + i * 16 + lane));
