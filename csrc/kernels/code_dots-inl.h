@@ -232,8 +232,9 @@ __attribute__((noinline)) void dot_nibbles(const uint8_t* tile, const FixedPoint
 #pragma GCC unroll 4
   for (int t = 0; t < M; t++) of_x[t] = Codes::by_fours(x[t]->scales, false);
   const auto table = Codes::table(Codec::kWholeValues.at);
-  if (ahead) prefetch_weights<V>(ahead, info(Codec::kFormat).tile_bytes);
+  if (ahead) prefetch_weights<V>(ahead + kCodeBytes, info(Codec::kFormat).tile_bytes - kCodeBytes);
   for (int q = 0; q < kTileRows / 4; q++, tile += 4 * kRowBytes, sums += 16) {
+    if (ahead) prefetch_weights<V>(ahead + q * 4 * kRowBytes, 4 * kRowBytes);
     const auto scales = Codes::by_fours(own + q * 16, true);
     typename Codes::Bytes first[4], second[4];
 #pragma GCC unroll 4
