@@ -90,6 +90,7 @@ struct Avx512Bf16 : Avx512 {
 
   static In load_in(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
   static F dot(F acc, In x, In w) { return _mm512_dpbf16_ps(acc, x, w); }
+  static In to_pairs(const int8_t* p) { return _mm512_cvtne2ps_pbh(load_int8(p + 16), load_int8(p)); }
 
   // Row-major 16 x 32 tile -> rows 2p and 2p+1 interleaved: 32 pairs for columns 0-15, then for 16-31.
   static void interleave_tile(const bf16* tile, bf16* out) {

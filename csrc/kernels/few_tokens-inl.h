@@ -8,6 +8,7 @@
 #include "kernels/code_dots-inl.h"
 #include "kernels/epilogue-inl.h"
 #include "kernels/kernels.h"
+#include "kernels/pair_dots-inl.h"
 #include "kernels/word_gemm-inl.h"
 #include "quant/codecs.h"
 
@@ -21,6 +22,9 @@ constexpr int kDotRows[] = {0, 16, 8, 4, 4};  // rows of W at a time, by number 
 // Bytes of one piece, including its share of the tile's group scales.
 template <class Codec>
 constexpr int kPieceBytes = info(Codec::kFormat).tile_bytes / (info(Codec::kFormat).tile_cols / 32);
+
+// Between rows of X. Without it, the tokens of one column would share a few sets of the cache.
+constexpr int kRowApart = 32;
 
 // What a call prefetches: its own rows of W, which are contiguous, then those of its next product. What follows the
 // last product belongs to another thread's work.
@@ -190,19 +194,21 @@ void few_tokens_forward(const GemmArgs& a) {
   FixedPointOf<Codec>* const fixed = reinterpret_cast<FixedPointOf<Codec>*>(x);
   const bf16 *rows_of_x[kMostDots], *rows_of_low_rank[kMostDots];
   const FixedPointOf<Codec>* fixed_rows[kMostDots];
+  const bool pairs = kDotsPairs<V, Codec> && tokens > kFewRows, fixes = kDotsCodes<V, Codec> && !pairs;
   for (int i = 0; i < a.count; i++) {
     const GemmTerm& term = a.terms[i];
     const PackedMatrix& w = *term.w;
     const bf16* const rows = kHasTiles<V> ? term.x + strip_elements(w.cols) : term.x;
     const bool anew = i == 0 || term.x != a.terms[i - 1].x;
-    for (int t = 0; t < tokens; t++)
+    for (int t = 0; t < tokens; t++) {
       if constexpr (kDotsCodes<V, Codec>) {
         fixed_rows[t] = fixed + t * w.col_tiles();
-        if (anew) fix_row<V>(rows + t * 32, w.cols, kPieceElements, fixed + t * w.col_tiles());
-      } else {
-        rows_of_x[t] = x + t * w.cols;
-        if (anew) copy_row(rows + t * 32, w.cols, x + t * w.cols);
+        if (anew && fixes) fix_row<V>(rows + t * 32, w.cols, kPieceElements, fixed + t * w.col_tiles());
       }
+      bf16* const row = x + t * (w.cols + kRowApart);
+      rows_of_x[t] = row;
+      if (anew && !fixes) copy_row(rows + t * 32, w.cols, row);
+    }
     for (int t = 0; t < tokens && term.lora; t++) {
       bf16* const to = low_rank + t * term.lora->cols;
       rows_of_low_rank[t] = to;
@@ -213,7 +219,8 @@ void few_tokens_forward(const GemmArgs& a) {
     }
     const GemmTerm* const next = i + 1 < a.count ? &a.terms[i + 1] : nullptr;
     const DotAhead further{w.tile((term.out_begin + a.out_count) / kTileRows, 0),
-                           next ? next->w->tile(next->out_begin / kTileRows, 0) : nullptr, kDotAhead<V, Codec>};
+                           next ? next->w->tile(next->out_begin / kTileRows, 0) : nullptr,
+                           pairs ? kPairAhead<Codec> : kDotAhead<V, Codec>};
     for (int out = 0; out < a.out_count; out += kTileRows) {
       float results[kTileRows * kMostDots] = {};
       const int strip = (term.out_begin + out) / kTileRows, lora_strip = (term.lora_begin + out) / kTileRows;
@@ -224,7 +231,13 @@ void few_tokens_forward(const GemmArgs& a) {
         if constexpr (!kDotsCodes<V, Codec>)
           dot_strip<V, Codec, M>(w, strip, rows_of_x + t, panel, further, tokens, results + t);
       });
-      if constexpr (kDotsCodes<V, Codec>) dot_codes_strip<V, Codec>(w, strip, fixed_rows, tokens, further, results);
+      if constexpr (kDotsPairs<V, Codec>)
+        if (pairs)
+          dot_pairs_strip<V, Codec>(
+              w.tile(strip, 0), w.cols, rows_of_x, tokens, [&](const uint8_t* tile) { return further.of(tile); },
+              results);
+      if constexpr (kDotsCodes<V, Codec>)
+        if (fixes) dot_codes_strip<V, Codec>(w, strip, fixed_rows, tokens, further, results);
       store_dots<V>(results, a, out, term.c);
     }
   }

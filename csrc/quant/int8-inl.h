@@ -42,6 +42,13 @@ struct Int8Codec {
     return out;
   }
 
+  // Columns 32 piece to 32 piece + 31 of a row of a tile, for V::dot.
+  template <class V>
+    requires(V::kPairs)
+  static typename V::In pairs(const uint8_t* tile, int row, int piece) {
+    return V::to_pairs(reinterpret_cast<const int8_t*>(tile) + row * kRowBytes + piece * 32);
+  }
+
   // The codes as words: row r goes to out + r / 4 * four + r % 4 * 32.
   static constexpr int kLargestWord = 127;
   template <class V>
