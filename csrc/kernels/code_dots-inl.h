@@ -219,9 +219,9 @@ void dot_codes_row(const uint8_t* tile, int tiles, const FixedPointOf<Codec>* x,
   for (int r = 0; r < kTileRows; r += 4) V::add_sums(results + r, sums[r], sums[r + 1], sums[r + 2], sums[r + 3]);
 }
 
-// The same for 4-bit codes and M tokens, x[t], whose sums are in memory: sums[(t * 4 + q) * 16 + 4 g + k] is that of row
-// 4 q + k and group g. Lanes of four rows are added up before they become floats, which is a third fewer instructions.
-// Prefetches a tile at `ahead`, unless that is null.
+// The same for 4-bit codes and M tokens, x[t], whose sums are in memory: sums[(t * 4 + q) * 16 + 4 g + k] is that of
+// row 4 q + k and group g. Lanes of four rows are added up before they become floats, which is a third fewer
+// instructions. Prefetches a tile at `ahead`, unless that is null.
 template <class V, class Codec, int M>
 __attribute__((noinline)) void dot_nibbles(const uint8_t* tile, const FixedPointOf<Codec>* const* x,
                                            const uint8_t* ahead, float* sums) {

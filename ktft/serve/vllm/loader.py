@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
-from vllm.config import ModelConfig, get_current_vllm_config
+from vllm.config import CompilationMode, ModelConfig, get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -25,6 +24,7 @@ from ktft.serve.vllm.command import GPU_WORKER
 from ktft.serve.vllm.dense_linear import forget, pack_linears
 from ktft.serve.vllm.lora_linear import add_slots
 from ktft.serve.vllm.moe import ACTIVATIONS, KtftMoEMethod
+from ktft.serve.vllm.short_paths import shorten
 from ktft.serve.vllm.worker import add, set_adapter
 
 
@@ -85,8 +85,7 @@ class KtftModelLoader(BaseModelLoader):
                 KtftModelLoader._drafts = weights
             if settings.adapter_slots:
                 add_slots(model, get_current_vllm_config(), settings.max_lora_rank, served.step)
-            if device.type == "cpu" and os.environ.get("KT_LONG") is None:
-                from ktft.serve.vllm.short_paths import shorten
+            if device.type == "cpu" and get_current_vllm_config().compilation_config.mode == CompilationMode.NONE:
                 shorten(model)
             for number, (name, path) in enumerate(settings.adapters, start=1):
                 status.write(Progress(f"Loading the adapter {name}"))

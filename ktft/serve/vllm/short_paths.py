@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm import ir
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -21,6 +22,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from ktft import native
 from ktft.hosts.vllm import ATTENTION_FORWARD, EXPERTS_FORWARD, NORM_FORWARD
 from ktft.serve.vllm.moe import KtftMoEMethod
+from ktft.serve.vllm.norms import PROVIDER
 
 Forward = Callable[..., Any]
 
@@ -38,8 +40,10 @@ def shorten(model: nn.Module) -> None:
 
 
 def _norm(layer: RMSNorm) -> Forward | None:
-    """What `ktft.serve.vllm.norms` registers, without vLLM's choice among implementations."""
-    if not native.cpu_features()["avx512"] or not layer.has_weight or layer.variance_size_override is not None:
+    """What `ktft.serve.vllm.norms` registers, where vLLM would choose it."""
+    chosen = all(op.get_priority()[:1] == [PROVIDER] for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm))
+    exact = chosen and native.cpu_features()["avx512"]
+    if not exact or not layer.has_weight or layer.variance_size_override is not None:
         return None
     own, weight, epsilon = layer.forward, layer.weight.data, layer.variance_epsilon
     norm, add_and_norm = torch.ops._C.rms_norm.default, torch.ops._C.fused_add_rms_norm.default
