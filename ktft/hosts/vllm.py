@@ -19,6 +19,7 @@ NORM_FORWARD = Patch(
     "ktft.serve.vllm.short_paths:shorten",
     _SHORT,
     on_instances=True,
+    since="0.32.0",
 )
 ATTENTION_FORWARD = Patch(
     "vllm.model_executor.layers.attention.attention.Attention",
@@ -26,6 +27,7 @@ ATTENTION_FORWARD = Patch(
     "ktft.serve.vllm.short_paths:shorten",
     _SHORT,
     on_instances=True,
+    since="0.32.0",
 )
 EXPERTS_FORWARD = Patch(
     "vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner",
@@ -33,6 +35,7 @@ EXPERTS_FORWARD = Patch(
     "ktft.serve.vllm.short_paths:shorten",
     _SHORT,
     on_instances=True,
+    since="0.32.0",
 )
 BASE_MODEL_PATHS = Patch(
     "vllm.entrypoints.openai.models.serving.OpenAIServingModels",

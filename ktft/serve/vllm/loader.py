@@ -24,7 +24,6 @@ from ktft.serve.vllm.command import GPU_WORKER
 from ktft.serve.vllm.dense_linear import forget, pack_linears
 from ktft.serve.vllm.lora_linear import add_slots
 from ktft.serve.vllm.moe import ACTIVATIONS, KtftMoEMethod
-from ktft.serve.vllm.short_paths import shorten
 from ktft.serve.vllm.worker import add, set_adapter
 
 
@@ -86,6 +85,8 @@ class KtftModelLoader(BaseModelLoader):
             if settings.adapter_slots:
                 add_slots(model, get_current_vllm_config(), settings.max_lora_rank, served.step)
             if device.type == "cpu" and get_current_vllm_config().compilation_config.mode == CompilationMode.NONE:
+                from ktft.serve.vllm.short_paths import shorten  # vLLM 0.24, for GPUs, has other layers
+
                 shorten(model)
             for number, (name, path) in enumerate(settings.adapters, start=1):
                 status.write(Progress(f"Loading the adapter {name}"))
