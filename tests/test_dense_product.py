@@ -13,7 +13,7 @@ from ktft.lanes.ops import torch_ops
 from ktft.native.dense import dense_product, pack_dense
 
 SHAPES = [(32, 32), (96, 160), (544, 352)]  # rows and columns that are no whole tiles, blocks or cache lines
-TOKENS = (1, 2, 4, 5, 12, 13, 33, 705)  # each way of multiplying, and more than one call takes
+TOKENS = (1, 2, 4, 5, 7, 8, 9, 12, 13, 33, 705)  # each way of multiplying, and more than one call takes
 
 
 def decoded(format: str, packed: Tensor, shape: tuple[int, int]) -> Tensor:

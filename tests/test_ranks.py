@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -292,7 +293,11 @@ def test_a_rank_that_fails_waits_until_the_others_know(monkeypatch: pytest.Monke
     waiting = threading.Thread(target=failing._talking)
     waiting.start()
     waiting.join(1.0)
-    assert waiting.is_alive() and not failing._told.is_set() and board["failure/0"].endswith("|OSError: disk full")
+    assert (
+        waiting.is_alive()
+        and not failing._told.is_set()
+        and board["failure/0"] == f"{socket.gethostname()}|OSError: disk full"
+    )
     board["heard/0/1"] = "1"
     waiting.join(15)
     assert failing._told.is_set()

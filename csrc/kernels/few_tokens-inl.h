@@ -14,9 +14,11 @@
 
 namespace ktft {
 
-// The distance of the prefetch in bytes; strips are contiguous in memory. Measured (docs/dev/kernel-log.md).
+// The distance of the prefetch in bytes; strips are contiguous in memory. 4-bit codes whose sums stay in registers take
+// a shorter one: measured (docs/dev/kernel-log.md).
 template <class V, class Codec>
-constexpr int kDotAhead = kKeepsSums<V, Codec> && info(Codec::kFormat).tile_cols > kRowBytes ? 2 << 10 : 8 << 10;
+constexpr int kDotAhead = kKeepsSums<V, Codec> && FixedPointOf<Codec>::kPlanes == 2 ? 2 << 10 : 8 << 10;
+
 constexpr int kDotRows[] = {0, 16, 8, 4, 4};  // rows of W at a time, by number of tokens: their sums stay in registers
 
 // Bytes of one piece, including its share of the tile's group scales.

@@ -34,7 +34,7 @@ def shortened(model: Any) -> dict[str, list[Any]]:
     [
         ("qwen3moe", {"head_dim": 32}),
         pytest.param("qwen2moe", {"num_attention_heads": 2, "num_key_value_heads": 1}, id="shared experts"),
-        pytest.param("glm4", {"head_dim": 32}, id="shared experts and a factor"),
+        pytest.param("glm4", {"head_dim": 32, "routed_scaling_factor": 2.5}, id="shared experts and a factor"),
     ],
 )
 def test_answers_are_those_of_vllms_own_forwards(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
@@ -43,6 +43,8 @@ def test_answers_are_those_of_vllms_own_forwards(tmp_path: Path, family: str, ov
         found = shortened(server.model)
         expected = {"Attention", "MoERunner"} | ({"RMSNorm"} if native.cpu_features()["avx512"] else set())
         assert found.keys() == expected
+        scaled = {runner.routed_scaling_factor for runner in found["MoERunner"]}
+        assert scaled == {overrides.get("routed_scaling_factor", 1.0)}
         short = server.logprobs(), server.together([(IDS, 0), (LONGER, 0)], tokens=6)
         for kind, modules in found.items():
             for module in modules:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vllm import ir
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
@@ -100,6 +101,7 @@ def _experts(layer: MoERunner) -> Forward | None:
     parallel = config.moe_parallel_config
     if (
         type(method) is not KtftMoEMethod
+        or type(layer.router) is not CPURouter
         or layer.routed_input_transform is not None
         or layer.routed_output_transform is not None
         or layer._fse_fuse_gate
