@@ -159,12 +159,28 @@ void HostExperts::submit(MoeLayer& layer, uintptr_t hidden, uintptr_t index, siz
        {whole(at.hidden, hidden, row_bytes(tokens)), whole(at.index, index, count * index_bytes),
         whole(at.weights, weights, count * sizeof(float))},
        stream);
+  enqueue_job(block, stream);
+}
+
+HostExperts::Place HostExperts::place(int slot, uintptr_t stream) {
+  Slot& at = slot_at(slot);
+  if (!at.waited) enqueue_wait(*at.last, stream);
+  const auto address = [](const char* memory) { return reinterpret_cast<uintptr_t>(memory); };
+  return {address(at.hidden), address(at.index), address(at.weights), address(at.out)};
+}
+
+void HostExperts::submit_in_place(MoeLayer& layer, int tokens, int slot, size_t index_bytes, uintptr_t stream) {
+  check_open(layer);
+  enqueue_job(block_of(layer, tokens, slot, index_bytes), stream);
+}
+
+void HostExperts::enqueue_job(Block& block, uintptr_t stream) {
   if (through_ == Through::kWords)
-    driver_->write_word(device_, at.word_on_device, block.number, stream);
+    driver_->write_word(device_, block.slot->word_on_device, block.number, stream);
   else
     call_host(&HostExperts::submitted, block, stream);
-  at.last = &block;
-  at.waited = false;
+  block.slot->last = &block;
+  block.slot->waited = false;
 }
 
 void HostExperts::enqueue_wait(Block& block, uintptr_t stream) {
@@ -176,12 +192,16 @@ void HostExperts::enqueue_wait(Block& block, uintptr_t stream) {
 }
 
 void HostExperts::wait(MoeLayer& layer, int tokens, int slot, uintptr_t out, uintptr_t stream) {
+  wait_in_place(layer, tokens, slot, stream);
+  copy(CopyDirection::kToDevice, {whole(slot_at(slot).out, out, row_bytes(tokens))}, stream);
+}
+
+void HostExperts::wait_in_place(MoeLayer& layer, int tokens, int slot, uintptr_t stream) {
   check_open(layer);
   Block* const block = slot_at(slot).last;
   KTFT_CHECK(block && block->layer->native == &layer && block->tokens == tokens, layer.name(), ": ", tokens,
              " tokens of it are not what was last submitted to slot ", slot, ", so there is nothing to wait for");
   enqueue_wait(*block, stream);
-  copy(CopyDirection::kToDevice, {whole(block->slot->out, out, row_bytes(tokens))}, stream);
 }
 
 void HostExperts::submitted(void* data) noexcept {

@@ -44,7 +44,7 @@ def serve(
     ] = None,
     expert_format: Annotated[str | None, typer.Option(help=FORMATS)] = None,
     dense_format: Annotated[
-        str | None, typer.Option(help="Format of the weights around the experts, on a CPU: int8 or k4. [bf16]")
+        str | None, typer.Option(help="Format of the weights around the experts: int8 or k4. [bf16]")
     ] = None,
     expert_checkpoint: Annotated[Path | None, typer.Option(help="Where the experts are, if not in MODEL.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",

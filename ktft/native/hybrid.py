@@ -5,6 +5,9 @@ With the CPU as the device the same code runs without a driver.
 
 from __future__ import annotations
 
+import ctypes
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -20,6 +23,22 @@ from ktft.native.tensors import check_memory, described
 
 class HostExpertsError(RuntimeError):
     """An error of a job on the experts' thread, with the layer's name."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A slot's part of the arena: host memory that the device's kernels can write and read, too.
+
+    Attributes:
+        hidden, weights: the inputs, `[max_tokens, H]` and fp32 `[max_tokens, k]`.
+        index: the experts, one after the other, as bytes of int32 or int64.
+        out: the output, `[max_tokens, H]`.
+    """
+
+    hidden: Tensor
+    index: Tensor
+    weights: Tensor
+    out: Tensor
 
 
 class HostExperts:
@@ -82,6 +101,7 @@ class HostExperts:
             getattr(core.Through, through),
         )
         self._layers: set[ExpertLayer] = set()  # graphs point to these layers, which must stay alive
+        self._places: dict[int, Place] = {}
 
     def submit(
         self,
@@ -141,6 +161,42 @@ class HostExperts:
             self._native.wait(layer.handle, tokens, slot, out.data_ptr(), stream)
         return out
 
+    def place(self, *, slot: int = 0, stream: int = 0) -> Place:
+        """Where a stream's own work writes a call's inputs and reads its output, in place of copies. The slot is free
+        for that once the stream has passed this.
+
+        Raises:
+            CudaError: the driver refused a call.
+        """
+        hidden, index, weights, out = self._native.place(slot, stream)
+        if slot not in self._places:
+            rows, routes = (self.max_tokens, self.hidden_size), (self.max_tokens, self.top_k)
+            self._places[slot] = Place(
+                _tensor(hidden, rows, self.dtype),
+                _tensor(index, (8 * self.max_tokens * self.top_k,), torch.uint8),
+                _tensor(weights, routes, torch.float32),
+                _tensor(out, rows, self.dtype),
+            )
+        return self._places[slot]
+
+    def submit_in_place(
+        self, layer: ExpertLayer, tokens: int, index_dtype: torch.dtype, *, slot: int = 0, stream: int = 0
+    ) -> None:
+        """As `submit`, for inputs that the stream has written to the slot's `place`: 1 to `max_tokens` tokens, with
+        experts of int32 or int64.
+
+        Raises:
+            ValueError: the number of tokens is wrong, or the layer has another runtime.
+            CudaError: the driver refused a call.
+        """
+        self._check_runtime(layer)
+        self._layers.add(layer)
+        self._native.submit_in_place(layer.handle, tokens, slot, index_dtype.itemsize, stream)
+
+    def wait_in_place(self, layer: ExpertLayer, tokens: int, *, slot: int = 0, stream: int = 0) -> None:
+        """As `wait`, for work of the stream that reads the output in the slot's `place`, before the slot's next use."""
+        self._native.wait_in_place(layer.handle, tokens, slot, stream)
+
     def set_lora(self, layer: ExpertLayer, lora: ExpertLora | None) -> None:
         """Set or remove the layer's adapters from the next job on, in captured graphs too.
 
@@ -189,8 +245,7 @@ class HostExperts:
         self._native.close()
 
     def _check(self, layer: ExpertLayer, hidden_states: Tensor, index: Tensor, weights: Tensor) -> None:
-        if layer.runtime != self.runtime:
-            raise ValueError(f"{layer.name}: its runtime is another than that of the host experts")
+        self._check_runtime(layer)
         tokens = len(hidden_states)
         expected = (
             ("hidden_states", hidden_states, (tokens, self.hidden_size), (self.dtype,)),
@@ -207,3 +262,14 @@ class HostExperts:
                 )
             check_memory(tensor, f"{layer.name}: {name}")
         self._layers.add(layer)
+
+    def _check_runtime(self, layer: ExpertLayer) -> None:
+        if layer.runtime != self.runtime:
+            raise ValueError(f"{layer.name}: its runtime is another than that of the host experts")
+
+
+def _tensor(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory of the arena as a tensor, which must not be used after `close`."""
+    count = torch.Size(shape).numel()
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

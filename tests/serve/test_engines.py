@@ -63,8 +63,9 @@ def test_the_checks_follow_the_row(served_checkpoint: Path, monkeypatch: pytest.
         check(FAKE, replace(settings, deferral=1), options)
     monkeypatch.setattr("ktft.device.accelerator", lambda: "a GPU")
     beside = replace(FAKE, packages={"gpu": "fake-server"})
-    with pytest.raises(ValueError, match="--dense-format k4 is for CPUs; beside a GPU .* in bf16: leave it out"):
-        check(beside, replace(settings, dense_format="k4"), options)
+    with pytest.raises(ValueError, match="--speculative-tokens 1 is for CPUs"):
+        check(beside, replace(settings, speculative_tokens=1), options)
+    assert check(beside, replace(settings, dense_format="k4"), options).gpu
 
 
 def test_the_gate_follows_the_engines_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`ktft serve --dense-format`: the weights around the experts are packed as training packs them, on the CPU."""
+"""`ktft serve --dense-format`: the weights around the experts are packed as training packs them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("vllm")
 
+from vllm.model_executor import parameter
+
 from ktft.model.quantizer import KtftConfig
+from ktft.serve.runtime.packed_weight import PackedWeight
 from ktft.serve.runtime.served_weights import ServedWeights
 from ktft.serve.runtime.settings import ServeSettings
-from ktft.serve.vllm.dense_linear import KtftDenseMethod
+from ktft.serve.vllm import dense_linear
+from ktft.serve.vllm.dense_linear import HostEmbedding, HostLinear, KtftDenseMethod
+from ktft.serve.vllm.moe import KtftQuantization
 
 IDS = list(range(3, 35))
 NOISE = 0.02  # of the mean difference of log-probabilities; rounding to bf16 alone gives about 0.005
@@ -57,6 +62,44 @@ def test_it_is_the_model_that_trains_so(tmp_path: Path, family: str, overrides: 
     }
     assert {"qkv_proj", "o_proj", "lm_head"} <= {name for name, format in formats.items() if format == "k4"}
     assert {name for name, format in formats.items() if format == "bf16"} <= {"gate", "shared_expert_gate"}
+
+
+def test_as_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU stands in for the GPU: weights are read into host memory, packed, and multiplied by torch."""
+    checkpoint, tables = write_checkpoint("qwen3moe", tmp_path / "model", head_dim=32), []
+    adapter = random_adapter(checkpoint, tmp_path / "adapter")
+    monkeypatch.setattr(KtftQuantization, "_on_host", True)
+    monkeypatch.setattr(dense_linear, "_on_cpu", lambda device: False)
+    monkeypatch.setattr(dense_linear, "_seen_by_gpu", lambda table: tables.append(table) or table.clone())
+    with served(checkpoint, expert_format="bf16", dense_format="k4", max_lora_rank=8) as server:
+        found = server.logprobs(IDS)
+        kinds = {name: getattr(layer, "quant_method", None) for name, layer in server.model.named_modules()}
+        server.set_adapter(adapter)
+        assert off(server.logprobs(IDS), found) > NOISE
+        server.set_adapter(None)
+        assert torch.equal(server.logprobs(IDS), found)
+    packed = {name for name, kind in kinds.items() if isinstance(weight_of(kind), PackedWeight)}
+    assert {name.rpartition(".")[2] for name in packed} == {"qkv_proj", "o_proj", "lm_head"}
+    (table,) = tables
+    assert isinstance(kinds["model.embed_tokens"], HostEmbedding) and table.device.type == "cpu"
+    exact, coarse = logprobs(checkpoint, None), logprobs(checkpoint, "k4")
+    assert off(found, coarse) < NOISE < off(found, exact)
+
+
+@pytest.mark.parametrize("method", [HostLinear, HostEmbedding])
+def test_weights_are_read_into_host_memory(method: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, number in (("rank", 0), ("world_size", 1)):
+        monkeypatch.setattr(parameter, f"get_tensor_model_parallel_{name}", lambda number=number: number)
+    layer = torch.nn.Module()
+    with torch.device("meta"):
+        method().create_weights(layer, 32, [16, 16], 32, 32, torch.bfloat16, weight_loader=lambda *_: None)
+    assert layer.weight.device.type == "cpu" and layer.weight.shape == (32, 32)
+
+
+def weight_of(method: Any) -> Any:
+    """What a layer's method multiplies by, if that is packed."""
+    method = getattr(method, "base", method)
+    return method.weight if isinstance(method, KtftDenseMethod) else None
 
 
 def test_an_adapter_beside_packed_weights(tmp_path: Path) -> None:

@@ -34,15 +34,16 @@ def value_of(code, CODES: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr)
         code = code.to(tl.uint16)
         value = ((code & 0x80) << 8 | (code & 0x7F) << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256
     elif CODES == "linear":  # code 0 stands for TABLE, each further code for 1 more
-        value = (code + TABLE).to(tl.float32)
+        # The bits of 2^23 + code: an instruction, where a conversion takes as long as two
+        value = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 - TABLE)
     elif CODES == "signed":  # bit 3 is the sign; TABLE has the magnitudes of bits 0 to 2, a byte each
         LOW: tl.constexpr = TABLE % 4294967296
         HIGH: tl.constexpr = TABLE // 4294967296
-        size = code & 7
-        value = (tl.where(size < 4, LOW, HIGH) >> (size % 4 * 8) & 0xFF).to(tl.float32)
+        half = tl.where(code & 4 == 0, LOW, HIGH)
+        value = (half >> ((code & 3) << 3) & 0xFF | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+        value = (value.to(tl.int32, bitcast=True) ^ (code & 8) << 28).to(tl.float32, bitcast=True)
         if UNIT != 1:
             value *= UNIT
-        value = tl.where(code < 8, value, -value)
     return value
 
 

@@ -31,11 +31,6 @@ def check(engine: Engine, settings: ServeSettings, options: Options) -> Findings
     if gpu:
         _check_gpu(engine)
         replace(settings, one_at_a_time=True)  # raises for several adapters
-        if settings.dense_format is not None:
-            raise ValueError(
-                f"--dense-format {settings.dense_format} is for CPUs; beside a GPU the weights around the experts are "
-                "served in bf16: leave it out"
-            )
         if settings.speculative_tokens:
             raise ValueError(
                 f"--speculative-tokens {settings.speculative_tokens} is for CPUs; ktft was not tested with drafts on a "

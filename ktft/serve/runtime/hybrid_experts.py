@@ -29,7 +29,7 @@ from ktft.lora import ExpertLora
 from ktft.native import ELSEWHERE, ExpertLayer
 from ktft.native.hybrid import HostExperts
 from ktft.serve.runtime.heat import Heat
-from ktft.serve.runtime.resident_experts import HotExperts, operations
+from ktft.serve.runtime.resident_experts import HotExperts, crossing, operations
 from ktft.serve.runtime.served_model import ServedModel
 from ktft.serve.runtime.settings import GRAPH_TOKENS, ServeSettings
 from ktft.system import readable
@@ -90,6 +90,13 @@ class HybridExperts:
         model, host, device = self.model, self.model.host, device_of(self.model.device)
         stream = device.handle(device.current_stream())
         hot = None if model.hot is None else model.hot.layers[self.place]
+        if model.crossing is not None:
+            place = host.place(stream=stream)
+            mine = model.crossing.send(hot, place, hidden, index, weights)
+            host.submit_in_place(self.layer, len(hidden), index.dtype, stream=stream)
+            part = None if hot is None or mine is None else model.ops.forward(hot, hidden, mine, weights)
+            host.wait_in_place(self.layer, len(hidden), stream=stream)
+            return model.crossing.receive(place, part, hidden)
         blocks = away = index
         if hot is not None:
             blocks, away = model.ops.route(hot, index)
@@ -142,11 +149,13 @@ class HybridModel(ServedModel):
         deferral: how many of a token's experts, those with the least weight, decode adds one layer later.
         adaptive: whether residents follow traffic.
         activation_bits: precision of activations on the CPU in calls with few tokens; see `ExpertLayer.forward`.
+        dense_format: see `ServedModel`.
 
     Attributes:
         layers: layer number -> its experts.
         decoding: called to learn whether all sequences of the step are in decode, so that experts may be deferred. By
             default that is so while a CUDA graph is captured: serve with graphs of decode only.
+        crossing: what passes calls with few tokens to the CPU and back without copies, where that is possible.
         owed: the layer whose deferred experts the next one has to add, and the number of their tokens.
 
     Raises:
@@ -169,6 +178,7 @@ class HybridModel(ServedModel):
         deferral: int = 0,
         adaptive: bool = True,
         activation_bits: int = 16,
+        dense_format: str | None = None,
     ) -> None:
         if not 0 <= deferral < top_k:
             raise ValueError(
@@ -178,7 +188,7 @@ class HybridModel(ServedModel):
         self.deferral, self.adaptive = deferral, adaptive
         ordered = [layers[number] for number in sorted(layers)]
         runtime, hidden = ordered[0].runtime, ordered[0].hidden_size
-        super().__init__({}, runtime)
+        super().__init__({}, runtime, dense_format)
         self.host = HostExperts(
             runtime,
             self.device,
@@ -194,6 +204,7 @@ class HybridModel(ServedModel):
         assert running is not None
         self.running = running
         self.ops = operations(self.device)
+        self.crossing = None if deferral else crossing(self.device)
         self.hot = self._residents(running.gpu, gpu_expert_memory, ordered, max_lora_rank)
         self.heat = Heat(ordered, self.host, self.hot, top_k)
         self.layers: dict[int, HybridExperts] = {  # type: ignore[assignment]
@@ -227,10 +238,11 @@ class HybridModel(ServedModel):
             top_k=top_k,
             dtype=dtype,
             gpu_expert_memory=settings.gpu_expert_memory,
-            max_lora_rank=settings.max_lora_rank,
+            max_lora_rank=settings.max_lora_rank if settings.adapter_slots else 0,
             routing=routing,
             deferral=settings.deferral,
             activation_bits=settings.activation_bits,
+            dense_format=settings.dense_format,
         )
 
     def _residents(

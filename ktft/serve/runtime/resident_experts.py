@@ -22,6 +22,7 @@ from ktft.lanes.gpu.residents import Residents
 from ktft.lanes.ops.interface import by_triton
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
+from ktft.native.hybrid import Place
 from ktft.native.packed import PackedSlice
 
 RANK_STEP = 16
@@ -109,6 +110,23 @@ def operations(device: torch.device) -> HotOperations:
     return cast(HotOperations, importlib.import_module(f"ktft.serve.runtime.{chosen}"))
 
 
+class Crossing(Protocol):
+    """The module `ktft.serve.runtime.triton_crossing`, which see."""
+
+    def send(
+        self, hot: HotLayer | None, place: Place, hidden: Tensor, index: Tensor, weights: Tensor
+    ) -> Tensor | None: ...
+
+    def receive(self, place: Place, part: Tensor | None, hidden: Tensor) -> Tensor: ...
+
+
+def crossing(device: torch.device) -> Crossing | None:
+    """What passes calls to the CPU's experts without copies; None where kernels do not reach host memory."""
+    if not by_triton(device):
+        return None
+    return cast(Crossing, importlib.import_module("ktft.serve.runtime.triton_crossing"))
+
+
 class HotExperts:
     """A model's residents for calls with few tokens.
 
@@ -146,6 +164,7 @@ class HotExperts:
         self.heat = new(len(layers), most, dtype=torch.int64)
         self._ranks = new(len(layers), len(PROJECTIONS), dtype=torch.int32)
         self._shown: list[dict[int, int]] = [{} for _ in layers]
+        self._followed = 0
         self._lora: Mapping[int, ExpertLora] = {}
         self.layers = [
             self._layer(i, layer, stack) for i, (layer, stack) in enumerate(zip(layers, stacks, strict=True))
@@ -172,7 +191,12 @@ class HotExperts:
 
     def follow(self) -> None:
         """Between two steps: bring the tables up to date. They show a new resident once its bytes have arrived."""
+        moved = self.residents.moved
+        if moved == self._followed:
+            return
         arrived, changed = self.residents.arrived.query(), False
+        if arrived:
+            self._followed = moved
         for i, hot in enumerate(self.layers):
             now, before = self.residents.slots(hot.layer), self._shown[i]
             shown = {expert: slot for expert, slot in before.items() if now.get(expert) == slot}

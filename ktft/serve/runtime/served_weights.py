@@ -59,8 +59,11 @@ class ServedWeights:
         self.runtime = next(iter(self.layers.values())).runtime
 
     def _saved(self, config: PreTrainedConfig) -> int:
-        """Bytes that the weights around the experts take less in `dense_format` than in bf16."""
-        if self._settings.dense_format is None:
+        """Bytes that the weights around the experts take less in `dense_format` than in bf16.
+
+        For a GPU they are read into host memory first, all of them.
+        """
+        if self._settings.dense_format is None or has_gpu():
             return 0
         shape, _ = shape_of(config)
         choices = PLAIN_ON_GPU, served_dense(self._settings.dense_format)

@@ -27,8 +27,8 @@ class ServeSettings:
         checkpoint: directory with config.json and all weights; those of the routed experts may be elsewhere.
         expert_checkpoint, expert_format, threads, numa_nodes, isa, verify_checksums, gpu_expert_memory: as those of
             `ktft.config.Settings`.
-        dense_format: the format of the linear weights around the experts, one of `SERVED_DENSE_FORMATS`, on a CPU; None
-            leaves them in the model's dtype.
+        dense_format: the format of the linear weights around the experts, one of `SERVED_DENSE_FORMATS`; None leaves
+            them in the model's dtype.
         adapters: the adapters that are served from the start: what requests call each, and its directory.
         adapter_swap: whether adapters may be loaded and unloaded while the server runs.
         max_adapters: how many adapters may be served at once, beside the base; None takes

@@ -21,6 +21,7 @@ from ktft.native.packed import PACKED_FORMATS, PackedMatrix
 from ktft.serve.runtime.resident_experts import HotLayer
 
 COLS = 256
+WARPS = 8
 RANKS = 16
 # What differs from call to call must not need a new kernel: none can be compiled while a graph is captured
 UNSPECIALIZED = {
@@ -79,7 +80,7 @@ def _nibbles(
 
 
 @triton.jit
-def _strip(
+def strip_product(
     codes, floats, halves, block, float_block, tiles, strip_codes, scales, biases, strip, x, cols,
     CODES: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr, TILE: tl.constexpr,
     NIBBLES: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, COLS: tl.constexpr,
@@ -154,11 +155,11 @@ def _gate_up(
     if slot >= 0:
         x = hidden + (pair // top_k).to(tl.int64) * cols
         block, float_block = slot * block_codes, slot * block_floats
-        gate = _strip(
+        gate = strip_product(
             codes, floats, halves, block, float_block, tiles[0], strip_codes, scales[0], biases[0], strip, x, cols,
             CODES, TABLE, UNIT, SCALES, TILE, NIBBLES, SCALED, BIASED, COLS,
         )  # fmt: skip
-        up = _strip(
+        up = strip_product(
             codes, floats, halves, block, float_block, tiles[1], strip_codes, scales[1], biases[1], strip, x, cols,
             CODES, TABLE, UNIT, SCALES, TILE, NIBBLES, SCALED, BIASED, COLS,
         )  # fmt: skip
@@ -194,7 +195,7 @@ def _down(
         pair = token * top_k + j
         slot = tl.load(slots + pair).to(tl.int64)
         if slot >= 0:
-            y = _strip(
+            y = strip_product(
                 codes, floats, halves, slot * block_codes, slot * block_floats, tiles[0], strip_codes, scales[0],
                 biases[0], strip, h + pair * intermediate + begin, cols,
                 CODES, TABLE, UNIT, SCALES, TILE, NIBBLES, SCALED, BIASED, COLS,
@@ -264,6 +265,7 @@ def _constants(hot: HotLayer, matrix: PackedMatrix) -> dict[str, Any]:
         "BIASED": matrix.bias is not None,
         "RANKS": RANKS,
         "COLS": COLS,
+        "num_warps": WARPS,
     }
 
 

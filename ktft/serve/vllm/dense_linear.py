@@ -1,8 +1,9 @@
-"""Linear layers of vLLM on the CPU whose weights ktft holds packed and multiplies.
+"""Linear layers of vLLM whose weights ktft holds packed and multiplies.
 
 vLLM makes and loads its model with its own methods. `pack_linears` then packs each weight that may be packed. The
 packed weights are those of training with the same `dense_format`, also where vLLM fuses layers: each row has its own
-scales.
+scales. For a GPU vLLM loads them into host memory (`HostLinear`, `HostEmbedding`), so that the GPU never holds them
+plain.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
-from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.utils.torch_utils import direct_register_custom_op, get_accelerator_view_from_cpu_tensor
 
 from ktft.dense.formats import PLAIN, may_pack, stays
 from ktft.hosts.vllm import QUANT_METHOD
 from ktft.native.dense import ROWS, dense_product, pack_dense
 from ktft.native.machine import Runtime
-from ktft.serve.vllm.lora_linear import absorbed, linear_layers, refusal
+from ktft.serve.runtime.packed_weight import PackedWeight
+from ktft.serve.vllm.lora_linear import SHORTCUTS, absorbed, linear_layers, refusal
 
 
 @dataclass(frozen=True)
-class _Weight:
+class _CpuWeight:
     """A packed weight `[rows, cols]` and the layer's fp32 bias, if it has one."""
 
     runtime: Runtime
@@ -46,7 +48,7 @@ class _Weight:
         return dense_product(self.runtime, self.format, self.bytes, self.shape, x.to(torch.bfloat16), bias).to(x.dtype)
 
 
-_weights: list[_Weight] = []
+_weights: list[_CpuWeight | PackedWeight] = []
 """Those of the process. An operator takes numbers and tensors only, so it takes a weight's place here."""
 
 
@@ -67,18 +69,23 @@ class KtftDenseMethod(UnquantizedLinearMethod):
 
     Args:
         layer: a loaded layer, whose own weight goes unless it is `shared` with another layer.
+        device: of the products.
     """
 
-    def __init__(self, layer: Any, runtime: Runtime, format: str, shared: bool = False) -> None:
+    def __init__(self, layer: Any, runtime: Runtime, format: str, device: torch.device, shared: bool = False) -> None:
         super().__init__()
         weight, bias = layer.weight.data, None if layer.bias is None else layer.bias.data.float()
         self._place = len(_weights)
-        _weights.append(_Weight(runtime, format, pack_dense(runtime, format, weight), tuple(weight.shape), bias))
+        if _on_cpu(device):
+            packed = pack_dense(runtime, format, weight)
+            _weights.append(_CpuWeight(runtime, format, packed, tuple(weight.shape), bias))
+        else:
+            _weights.append(PackedWeight.of(runtime, format, weight, bias, device))
         if not shared:
-            layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+            layer.weight = nn.Parameter(weight.new_empty(0, device=device), requires_grad=False)
 
     @property
-    def weight(self) -> _Weight:
+    def weight(self) -> _CpuWeight | PackedWeight:
         """The packed weight."""
         return _weights[self._place]
 
@@ -101,15 +108,54 @@ def forget() -> None:
     _weights.clear()
 
 
-def pack_linears(model: nn.Module, runtime: Runtime, format: str) -> None:
+class HostLinear(UnquantizedLinearMethod):
+    """vLLM's own method for a linear layer, whose weight it reads into host memory."""
+
+    def create_weights(self, *args: Any, **kwargs: Any) -> None:
+        with torch.device("cpu"):
+            super().create_weights(*args, **kwargs)
+
+
+class HostEmbedding(UnquantizedEmbeddingMethod):
+    """vLLM's own method for a table of embeddings or an output layer, whose weight it reads into host memory."""
+
+    def create_weights(self, *args: Any, **kwargs: Any) -> None:
+        with torch.device("cpu"):
+            super().create_weights(*args, **kwargs)
+
+
+PLAIN_METHODS = UnquantizedLinearMethod, UnquantizedEmbeddingMethod, HostLinear, HostEmbedding
+
+
+def pack_linears(model: nn.Module, runtime: Runtime, format: str, device: torch.device) -> None:
     """Pack the weights of a loaded model's linear layers and of its output layer, in place.
 
-    Routers keep their values. Layers whose weights something else than their method reads stay as they are.
+    Routers keep their values. Layers whose weights something else than their method reads stay as they are. Beside a
+    GPU tables of embeddings stay in host memory, from which the GPU reads the rows of a step's tokens.
     """
-    tables = [each.weight for each in model.modules() if type(each) is VocabParallelEmbedding]
-    for layer, own in _layers(model, format):
-        shared = any(layer.weight is table for table in tables)
-        QUANT_METHOD.put(layer, KtftDenseMethod(layer, runtime, own, shared))
+    on_cpu = _on_cpu(device)
+    tables: list[Any] = [each for each in model.modules() if type(each) is VocabParallelEmbedding]
+    for layer, own in list(_layers(model, format)):
+        if own == PLAIN and not on_cpu:  # vLLM has kernels of its own for it
+            continue
+        if flag := SHORTCUTS.get(type(layer).__name__):
+            setattr(layer, flag, False)
+        shared = any(layer.weight is table.weight for table in tables)
+        QUANT_METHOD.put(layer, KtftDenseMethod(layer, runtime, own, device, shared))
+    if not on_cpu:
+        for table in tables:
+            table.weight.data = _seen_by_gpu(table.weight.data)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(device)
+
+
+def _on_cpu(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+def _seen_by_gpu(table: Tensor) -> Tensor:
+    """The same values in locked host memory, as a tensor of the GPU, which reads them over PCIe."""
+    return get_accelerator_view_from_cpu_tensor(table.pin_memory())
 
 
 def _layers(model: nn.Module, format: str) -> Iterator[tuple[Any, str]]:
@@ -133,5 +179,5 @@ def _layers(model: nn.Module, format: str) -> Iterator[tuple[Any, str]]:
 
 def _packs(layer: Any) -> bool:
     method, weight = type(layer.quant_method), layer.weight
-    plain = method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod) and weight.dtype == torch.bfloat16
+    plain = method in PLAIN_METHODS and weight.dtype == torch.bfloat16
     return plain and weight.dim() == 2 and may_pack(*weight.shape) and weight.shape[0] % ROWS == 0

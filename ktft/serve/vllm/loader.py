@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 from vllm.config import CompilationMode, ModelConfig, get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -58,7 +59,7 @@ class KtftModelLoader(BaseModelLoader):
         status.write(Progress(READY))
 
     def _load(self, model: nn.Module, model_config: ModelConfig, settings: ServeSettings, status: StatusFile) -> None:
-        device = next(model.parameters()).device
+        device = torch.empty(0, device=get_current_vllm_config().device_config.device).device
         if device.type in ACCELERATORS:
             _check_worker()
         status.write(Progress("Reading the checkpoint's headers"))
@@ -68,10 +69,10 @@ class KtftModelLoader(BaseModelLoader):
         status.write(Progress("Loading the weights around the experts"))
         _load_dense(model, weights.dense(model_config.dtype))
         with torch_defaults():
-            if settings.dense_format is not None and device.type == "cpu":
+            if settings.dense_format is not None:
                 status.write(Progress(f"Packing the weights around the experts in {settings.dense_format}"))
                 forget()
-                pack_linears(model, weights.runtime, settings.dense_format)
+                pack_linears(model, weights.runtime, settings.dense_format, device)
             served = weights.load_experts(status.advance)
             if device.type in ACCELERATORS:
                 status.write(Progress("Taking GPU memory for experts"))
@@ -106,7 +107,7 @@ class KtftModelLoader(BaseModelLoader):
         _load_dense(model, weights.dense_of_prediction(model_config.dtype))
         if settings.dense_format is not None:
             with torch_defaults():
-                pack_linears(model, weights.runtime, settings.dense_format)
+                pack_linears(model, weights.runtime, settings.dense_format, torch.device("cpu"))
 
 
 def _load_dense(model: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> None:

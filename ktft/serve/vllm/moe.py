@@ -5,6 +5,7 @@ The latter has no parameters, since ktft computes the experts.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,10 +15,14 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ktft.model.experts import layer_number
 from ktft.serve.runtime.served_model import current
+from ktft.serve.runtime.settings import ServeSettings
+from ktft.serve.vllm.dense_linear import HostEmbedding, HostLinear
 
 ACTIVATIONS = {"silu": None, "swigluoai": 7.0}
 """vLLM's activations that `ktft.swiglu.Swiglu` computes -> the clamp that is fixed in vLLM's kernels, if any."""
@@ -131,4 +136,11 @@ class KtftQuantization(QuantizationConfig):
         """The method of a layer; None leaves the layer to vLLM."""
         if isinstance(layer, RoutedExperts):
             return KtftMoEMethod(layer)
-        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+        if isinstance(layer, LinearBase):
+            return HostLinear() if self._on_host else UnquantizedLinearMethod()
+        return HostEmbedding() if self._on_host and isinstance(layer, VocabParallelEmbedding) else None
+
+    @functools.cached_property
+    def _on_host(self) -> bool:
+        """Whether weights are read into host memory, to be packed for a GPU."""
+        return not current_platform.is_cpu() and ServeSettings.from_env().dense_format is not None
