@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -200,6 +201,10 @@ def test_profiles(make: Make, layers: dict[int, native.ExpertLayer], tmp_path: P
     settings = ServeSettings(str(tmp_path), gpu_expert_memory=room(2, 1), routing=str(path), max_lora_rank=8)
     with contextlib.closing(HybridModel.of(settings, layers, "cpu", TOP_K, torch.bfloat16)) as made:
         status = made.status()
+        assert made.hot.stacks is None, "without adapters there is no room for them"
+    swaps = dataclasses.replace(settings, adapter_swap=True, gpu_expert_memory=room(2, 1) + (1 << 20))
+    with contextlib.closing(HybridModel.of(swaps, layers, "cpu", TOP_K, torch.bfloat16)) as made:
+        assert made.hot.stacks is not None and made.hot.layers[0].stack.width == 16
     assert {layer for layer, held in status["residents"]["experts"].items() if held} == {"2"}
     assert status["expert_format"] == "k4" and status["adapters"] == []
     again = Routing.load(path)
