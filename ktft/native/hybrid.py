@@ -26,7 +26,7 @@ class HostExpertsError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Place:
+class CallPlace:
     """A slot's part of the arena: host memory that the device's kernels can write and read, too.
 
     Attributes:
@@ -101,7 +101,7 @@ class HostExperts:
             getattr(core.Through, through),
         )
         self._layers: set[ExpertLayer] = set()  # graphs point to these layers, which must stay alive
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, CallPlace] = {}
 
     def submit(
         self,
@@ -161,7 +161,7 @@ class HostExperts:
             self._native.wait(layer.handle, tokens, slot, out.data_ptr(), stream)
         return out
 
-    def place(self, *, slot: int = 0, stream: int = 0) -> Place:
+    def place(self, *, slot: int = 0, stream: int = 0) -> CallPlace:
         """Where a stream's own work writes a call's inputs and reads its output, in place of copies. The slot is free
         for that once the stream has passed this.
 
@@ -171,7 +171,7 @@ class HostExperts:
         hidden, index, weights, out = self._native.place(slot, stream)
         if slot not in self._places:
             rows, routes = (self.max_tokens, self.hidden_size), (self.max_tokens, self.top_k)
-            self._places[slot] = Place(
+            self._places[slot] = CallPlace(
                 _tensor(hidden, rows, self.dtype),
                 _tensor(index, (8 * self.max_tokens * self.top_k,), torch.uint8),
                 _tensor(weights, routes, torch.float32),

@@ -25,7 +25,7 @@ from ktft.serve.runtime.packed_weight import PackedWeight
 from ktft.serve.runtime.served_weights import ServedWeights
 from ktft.serve.runtime.settings import ServeSettings
 from ktft.serve.vllm import dense_linear
-from ktft.serve.vllm.dense_linear import HostEmbedding, HostLinear, KtftDenseMethod
+from ktft.serve.vllm.dense_linear import EmbeddingOnHost, KtftDenseMethod, LinearOnHost
 from ktft.serve.vllm.moe import KtftQuantization
 
 IDS = list(range(3, 35))
@@ -81,12 +81,12 @@ def test_as_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     packed = {name for name, kind in kinds.items() if isinstance(weight_of(kind), PackedWeight)}
     assert {name.rpartition(".")[2] for name in packed} == {"qkv_proj", "o_proj", "lm_head"}
     (table,) = tables
-    assert isinstance(kinds["model.embed_tokens"], HostEmbedding) and table.device.type == "cpu"
+    assert isinstance(kinds["model.embed_tokens"], EmbeddingOnHost) and table.device.type == "cpu"
     exact, coarse = logprobs(checkpoint, None), logprobs(checkpoint, "k4")
     assert off(found, coarse) < NOISE < off(found, exact)
 
 
-@pytest.mark.parametrize("method", [HostLinear, HostEmbedding])
+@pytest.mark.parametrize("method", [LinearOnHost, EmbeddingOnHost])
 def test_weights_are_read_into_host_memory(method: type, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, number in (("rank", 0), ("world_size", 1)):
         monkeypatch.setattr(parameter, f"get_tensor_model_parallel_{name}", lambda number=number: number)

@@ -29,7 +29,7 @@ from ktft.lora import ExpertLora
 from ktft.native import ELSEWHERE, ExpertLayer
 from ktft.native.hybrid import HostExperts
 from ktft.serve.runtime.heat import Heat
-from ktft.serve.runtime.resident_experts import HotExperts, crossing, operations
+from ktft.serve.runtime.resident_experts import HotExperts, handover, operations
 from ktft.serve.runtime.served_model import ServedModel
 from ktft.serve.runtime.settings import GRAPH_TOKENS, ServeSettings
 from ktft.system import readable
@@ -90,13 +90,13 @@ class HybridExperts:
         model, host, device = self.model, self.model.host, device_of(self.model.device)
         stream = device.handle(device.current_stream())
         hot = None if model.hot is None else model.hot.layers[self.place]
-        if model.crossing is not None:
+        if model.handover is not None:
             place = host.place(stream=stream)
-            mine = model.crossing.send(hot, place, hidden, index, weights)
+            mine = model.handover.send(hot, place, hidden, index, weights)
             host.submit_in_place(self.layer, len(hidden), index.dtype, stream=stream)
             part = None if hot is None or mine is None else model.ops.forward(hot, hidden, mine, weights)
             host.wait_in_place(self.layer, len(hidden), stream=stream)
-            return model.crossing.receive(place, part, hidden)
+            return model.handover.receive(place, part, hidden)
         blocks = away = index
         if hot is not None:
             blocks, away = model.ops.route(hot, index)
@@ -155,7 +155,7 @@ class HybridModel(ServedModel):
         layers: layer number -> its experts.
         decoding: called to learn whether all sequences of the step are in decode, so that experts may be deferred. By
             default that is so while a CUDA graph is captured: serve with graphs of decode only.
-        crossing: what passes calls with few tokens to the CPU and back without copies, where that is possible.
+        handover: what passes calls with few tokens to the CPU and back without copies, where that is possible.
         owed: the layer whose deferred experts the next one has to add, and the number of their tokens.
 
     Raises:
@@ -204,7 +204,7 @@ class HybridModel(ServedModel):
         assert running is not None
         self.running = running
         self.ops = operations(self.device)
-        self.crossing = None if deferral else crossing(self.device)
+        self.handover = None if deferral else handover(self.device)
         self.hot = self._residents(running.gpu, gpu_expert_memory, ordered, max_lora_rank)
         self.heat = Heat(ordered, self.host, self.hot, top_k)
         self.layers: dict[int, HybridExperts] = {  # type: ignore[assignment]

@@ -22,7 +22,7 @@ from ktft.lanes.gpu.residents import Residents
 from ktft.lanes.ops.interface import by_triton
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
-from ktft.native.hybrid import Place
+from ktft.native.hybrid import CallPlace
 from ktft.native.packed import PackedSlice
 
 RANK_STEP = 16
@@ -110,21 +110,21 @@ def operations(device: torch.device) -> HotOperations:
     return cast(HotOperations, importlib.import_module(f"ktft.serve.runtime.{chosen}"))
 
 
-class Crossing(Protocol):
-    """The module `ktft.serve.runtime.triton_crossing`, which see."""
+class Handover(Protocol):
+    """The module `ktft.serve.runtime.triton_handover`, which see."""
 
     def send(
-        self, hot: HotLayer | None, place: Place, hidden: Tensor, index: Tensor, weights: Tensor
+        self, hot: HotLayer | None, place: CallPlace, hidden: Tensor, index: Tensor, weights: Tensor
     ) -> Tensor | None: ...
 
-    def receive(self, place: Place, part: Tensor | None, hidden: Tensor) -> Tensor: ...
+    def receive(self, place: CallPlace, part: Tensor | None, hidden: Tensor) -> Tensor: ...
 
 
-def crossing(device: torch.device) -> Crossing | None:
+def handover(device: torch.device) -> Handover | None:
     """What passes calls to the CPU's experts without copies; None where kernels do not reach host memory."""
     if not by_triton(device):
         return None
-    return cast(Crossing, importlib.import_module("ktft.serve.runtime.triton_crossing"))
+    return cast(Handover, importlib.import_module("ktft.serve.runtime.triton_handover"))
 
 
 class HotExperts:

@@ -2,7 +2,7 @@
 
 vLLM makes and loads its model with its own methods. `pack_linears` then packs each weight that may be packed. The
 packed weights are those of training with the same `dense_format`, also where vLLM fuses layers: each row has its own
-scales. For a GPU vLLM loads them into host memory (`HostLinear`, `HostEmbedding`), so that the GPU never holds them
+scales. For a GPU vLLM loads them into host memory (`LinearOnHost`, `EmbeddingOnHost`), so that the GPU never holds them
 plain.
 """
 
@@ -108,7 +108,7 @@ def forget() -> None:
     _weights.clear()
 
 
-class HostLinear(UnquantizedLinearMethod):
+class LinearOnHost(UnquantizedLinearMethod):
     """vLLM's own method for a linear layer, whose weight it reads into host memory."""
 
     def create_weights(self, *args: Any, **kwargs: Any) -> None:
@@ -116,7 +116,7 @@ class HostLinear(UnquantizedLinearMethod):
             super().create_weights(*args, **kwargs)
 
 
-class HostEmbedding(UnquantizedEmbeddingMethod):
+class EmbeddingOnHost(UnquantizedEmbeddingMethod):
     """vLLM's own method for a table of embeddings or an output layer, whose weight it reads into host memory."""
 
     def create_weights(self, *args: Any, **kwargs: Any) -> None:
@@ -124,7 +124,7 @@ class HostEmbedding(UnquantizedEmbeddingMethod):
             super().create_weights(*args, **kwargs)
 
 
-PLAIN_METHODS = UnquantizedLinearMethod, UnquantizedEmbeddingMethod, HostLinear, HostEmbedding
+PLAIN_METHODS = UnquantizedLinearMethod, UnquantizedEmbeddingMethod, LinearOnHost, EmbeddingOnHost
 
 
 def pack_linears(model: nn.Module, runtime: Runtime, format: str, device: torch.device) -> None:

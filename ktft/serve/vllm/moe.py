@@ -22,7 +22,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from ktft.model.experts import layer_number
 from ktft.serve.runtime.served_model import current
 from ktft.serve.runtime.settings import ServeSettings
-from ktft.serve.vllm.dense_linear import HostEmbedding, HostLinear
+from ktft.serve.vllm.dense_linear import EmbeddingOnHost, LinearOnHost
 
 ACTIVATIONS = {"silu": None, "swigluoai": 7.0}
 """vLLM's activations that `ktft.swiglu.Swiglu` computes -> the clamp that is fixed in vLLM's kernels, if any."""
@@ -137,8 +137,8 @@ class KtftQuantization(QuantizationConfig):
         if isinstance(layer, RoutedExperts):
             return KtftMoEMethod(layer)
         if isinstance(layer, LinearBase):
-            return HostLinear() if self._on_host else UnquantizedLinearMethod()
-        return HostEmbedding() if self._on_host and isinstance(layer, VocabParallelEmbedding) else None
+            return LinearOnHost() if self._on_host else UnquantizedLinearMethod()
+        return EmbeddingOnHost() if self._on_host and isinstance(layer, VocabParallelEmbedding) else None
 
     @functools.cached_property
     def _on_host(self) -> bool:

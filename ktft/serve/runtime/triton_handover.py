@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ktft.lanes.ops.triton_launch import cdiv, power_of_2
 from ktft.native import ELSEWHERE
-from ktft.native.hybrid import Place
+from ktft.native.hybrid import CallPlace
 from ktft.serve.runtime.resident_experts import HotLayer
 
 _ELSEWHERE = tl.constexpr(ELSEWHERE)
@@ -55,7 +55,7 @@ def _receive(part, sent, out, count, ADDS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
 
 
-def send(hot: HotLayer | None, place: Place, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
+def send(hot: HotLayer | None, place: CallPlace, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
     """Write a call's inputs to the CPU's memory, with `ELSEWHERE` in place of residents, and count the residents' heat.
 
     Args:
@@ -75,7 +75,7 @@ def send(hot: HotLayer | None, place: Place, hidden: Tensor, index: Tensor, weig
     return blocks
 
 
-def receive(place: Place, part: Tensor | None, hidden: Tensor) -> Tensor:
+def receive(place: CallPlace, part: Tensor | None, hidden: Tensor) -> Tensor:
     """The output, like `hidden` `[T, H]`: what the CPU computed, plus the residents' part, fp32, if there is one."""
     out = torch.empty_like(hidden)
     count = out.numel()

@@ -17,7 +17,7 @@ from ktft import reference
 from ktft.checkpoint.routing_profile import Routing
 from ktft.native import ELSEWHERE
 from ktft.native.hybrid import HostExpertsError
-from ktft.serve.runtime import triton_crossing, triton_resident
+from ktft.serve.runtime import triton_handover, triton_resident
 from ktft.serve.runtime.hybrid_experts import HybridModel
 
 __all__ = ["bf16_in_the_interpreter"]
@@ -38,7 +38,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[HybridModel]:
         gpu_expert_memory=1 << 20 if request.param else 0,
         routing=Routing({n: tokens for n in layers}) if request.param else None,
     )
-    made.ops, made.crossing = triton_resident, triton_crossing
+    made.ops, made.handover = triton_resident, triton_handover
     yield made
     made.close()
 
