@@ -69,3 +69,10 @@ def test_an_error_of_the_cpu_is_raised(model: HybridModel) -> None:
     model.layers[1](x.to(DEVICE) * torch.nan, index.to(DEVICE), weights.to(DEVICE))
     with pytest.raises(HostExpertsError, match=r"layers\.1: hidden states hold NaN or Inf"):
         model.check()
+
+
+def test_other_calls_are_refused_before_anything_is_written(model: HybridModel) -> None:
+    x, index, weights = contract.random_inputs(2, HIDDEN, TOP_K)
+    for given, wrong in ((index[:, :2], weights), (index, weights[:, :2])):
+        with pytest.raises(ValueError, match=rf"layers\.1: top_k_\w+ must be contiguous \[2, {TOP_K}\]"):
+            model.layers[1](*(each.to(DEVICE) for each in (x, given, wrong)))

@@ -89,6 +89,44 @@ def test_the_layers_own_bits(host: HostExperts, fmt: str) -> None:
     host.check()
 
 
+def begin_in_place(host: HostExperts, layer: ExpertLayer, x, index, weights) -> torch.Tensor:
+    """Write the inputs as a stream's kernel does, and submit them. Returns where the output will be."""
+    place = host.place(layer, x, index, weights, stream=5)
+    place.hidden[: len(x)], place.weights[: len(x)] = x, weights
+    place.index.view(index.dtype)[: index.numel()] = index.flatten()
+    host.submit_in_place(layer, len(x), index.dtype, stream=5)
+    return place.out[: len(x)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_in_place_of_copies(host: HostExperts, dtype: torch.dtype) -> None:
+    layer = layer_of()
+    for tokens in (1, TOKENS, 3):
+        x, index, weights = inputs(tokens, seed=tokens)
+        out = begin_in_place(host, layer, x, index.to(dtype), weights)
+        host.wait_in_place(layer, tokens, stream=5)
+        assert torch.equal(out, direct(layer, x, index, weights))
+    assert torch.equal(through(host, layer, x, index, weights), out)
+    for count in (0, TOKENS + 1):
+        with pytest.raises(ValueError, match=rf"{count} tokens, host experts take 1 to {TOKENS}"):
+            host.place(layer, *inputs(count))
+    host.check()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_in_place_nothing_is_copied_and_no_job_is_overtaken(fake: Fake, make: Make, way: str) -> None:
+    layer, given = layer_of(), inputs(3)
+    host = make(layer, way)
+    fake.reset()
+    for begun_before in (False, True):
+        begin_in_place(host, layer, *given)  # an error would skip the wait
+        enqueued = [
+            call.replace("word 1", "host").replace("until 0", "host") for call in fake.calls if "stream" in call
+        ]
+        assert enqueued == ["host stream 5"] * (2 if begun_before else 1)
+        fake.reset()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes(make: Make, dtype: torch.dtype) -> None:
     layer = layer_of()

@@ -161,13 +161,25 @@ class HostExperts:
             self._native.wait(layer.handle, tokens, slot, out.data_ptr(), stream)
         return out
 
-    def place(self, *, slot: int = 0, stream: int = 0) -> CallPlace:
-        """Where a stream's own work writes a call's inputs and reads its output, in place of copies. The slot is free
-        for that once the stream has passed this.
+    def place(
+        self,
+        layer: ExpertLayer,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        *,
+        slot: int = 0,
+        stream: int = 0,
+    ) -> CallPlace:
+        """Where the stream's own work writes these inputs and reads the output, in place of the copies of `submit` and
+        `wait`, whose arguments they are. The slot is free for that once the stream has passed this.
 
         Raises:
-            CudaError: the driver refused a call.
+            ValueError, CudaError: as `submit`; or there are more tokens than `max_tokens`, or none.
         """
+        self._check(layer, hidden_states, top_k_index, top_k_weights)
+        if not 0 < len(hidden_states) <= self.max_tokens:
+            raise ValueError(f"{layer.name}: {len(hidden_states)} tokens, host experts take 1 to {self.max_tokens}")
         hidden, index, weights, out = self._native.place(slot, stream)
         if slot not in self._places:
             rows, routes = (self.max_tokens, self.hidden_size), (self.max_tokens, self.top_k)
@@ -182,15 +194,7 @@ class HostExperts:
     def submit_in_place(
         self, layer: ExpertLayer, tokens: int, index_dtype: torch.dtype, *, slot: int = 0, stream: int = 0
     ) -> None:
-        """As `submit`, for inputs that the stream has written to the slot's `place`: 1 to `max_tokens` tokens, with
-        experts of int32 or int64.
-
-        Raises:
-            ValueError: the number of tokens is wrong, or the layer has another runtime.
-            CudaError: the driver refused a call.
-        """
-        self._check_runtime(layer)
-        self._layers.add(layer)
+        """As `submit`, for inputs that the stream has written to their `place`, with experts of this dtype."""
         self._native.submit_in_place(layer.handle, tokens, slot, index_dtype.itemsize, stream)
 
     def wait_in_place(self, layer: ExpertLayer, tokens: int, *, slot: int = 0, stream: int = 0) -> None:
@@ -245,7 +249,8 @@ class HostExperts:
         self._native.close()
 
     def _check(self, layer: ExpertLayer, hidden_states: Tensor, index: Tensor, weights: Tensor) -> None:
-        self._check_runtime(layer)
+        if layer.runtime != self.runtime:
+            raise ValueError(f"{layer.name}: its runtime is another than that of the host experts")
         tokens = len(hidden_states)
         expected = (
             ("hidden_states", hidden_states, (tokens, self.hidden_size), (self.dtype,)),
@@ -262,10 +267,6 @@ class HostExperts:
                 )
             check_memory(tensor, f"{layer.name}: {name}")
         self._layers.add(layer)
-
-    def _check_runtime(self, layer: ExpertLayer) -> None:
-        if layer.runtime != self.runtime:
-            raise ValueError(f"{layer.name}: its runtime is another than that of the host experts")
 
 
 def _tensor(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

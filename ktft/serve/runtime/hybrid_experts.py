@@ -91,7 +91,7 @@ class HybridExperts:
         stream = device.handle(device.current_stream())
         hot = None if model.hot is None else model.hot.layers[self.place]
         if model.handover is not None:
-            place = host.place(stream=stream)
+            place = host.place(self.layer, hidden, index, weights, stream=stream)
             mine = model.handover.send(hot, place, hidden, index, weights)
             host.submit_in_place(self.layer, len(hidden), index.dtype, stream=stream)
             part = None if hot is None or mine is None else model.ops.forward(hot, hidden, mine, weights)
