@@ -2,7 +2,7 @@
 
 A kernel divides the routing, as `HotOperations.route` does, and writes what the CPU needs straight to host memory;
 another adds what the CPU wrote there to the part of the residents. In place of four copies and the kernels around them
-that takes a layer 20 microseconds less.
+that takes a layer 25 microseconds less.
 """
 
 from __future__ import annotations
