@@ -140,6 +140,9 @@ def test_memory_is_checked_for_the_packed_weights(tmp_path: Path, monkeypatch: p
     )
     assert 0.6 * linears < plain - int8 < linears, "rows this short have much padding"
     assert k4 < plain
+    monkeypatch.setattr("ktft.serve.runtime.served_weights.has_gpu", lambda: True)
+    ServedWeights(ServeSettings(str(checkpoint), dense_format="k4"))
+    assert limits[-1] == plain, "for a GPU all of them are read into host memory first"
 
 
 @pytest.mark.parametrize("format", ["fp8", "mxfp4", "int9"])

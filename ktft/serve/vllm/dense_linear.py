@@ -108,20 +108,20 @@ def forget() -> None:
     _weights.clear()
 
 
-class LinearOnHost(UnquantizedLinearMethod):
+class _OnHost:
+    """Before a method of vLLM: its weight is read into host memory."""
+
+    def create_weights(self, *args: Any, **kwargs: Any) -> None:
+        with torch.device("cpu"):
+            super().create_weights(*args, **kwargs)  # type: ignore[misc]
+
+
+class LinearOnHost(_OnHost, UnquantizedLinearMethod):
     """vLLM's own method for a linear layer, whose weight it reads into host memory."""
 
-    def create_weights(self, *args: Any, **kwargs: Any) -> None:
-        with torch.device("cpu"):
-            super().create_weights(*args, **kwargs)
 
-
-class EmbeddingOnHost(UnquantizedEmbeddingMethod):
+class EmbeddingOnHost(_OnHost, UnquantizedEmbeddingMethod):
     """vLLM's own method for a table of embeddings or an output layer, whose weight it reads into host memory."""
-
-    def create_weights(self, *args: Any, **kwargs: Any) -> None:
-        with torch.device("cpu"):
-            super().create_weights(*args, **kwargs)
 
 
 PLAIN_METHODS = UnquantizedLinearMethod, UnquantizedEmbeddingMethod, LinearOnHost, EmbeddingOnHost
