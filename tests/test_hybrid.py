@@ -17,6 +17,7 @@ from fake_cuda import Fake
 
 from ktft import native
 from ktft.config import PROJECTIONS
+from ktft.lora import ExpertLora
 from ktft.native import ELSEWHERE, ExpertLayer, HostExperts, HostExpertsError
 from ktft.native.cuda import CudaError, Driver
 
@@ -68,9 +69,17 @@ def direct(layer: ExpertLayer, x, index, weights, lora=None) -> torch.Tensor:
     return layer.forward(x, index, weights, lora, "none")[0]
 
 
-def through(host: HostExperts, layer: ExpertLayer, x, index, weights, slot: int = 0) -> torch.Tensor:
-    host.submit(layer, x, index, weights, slot=slot, stream=5)
+def through(host: HostExperts, layer: ExpertLayer, x, index, weights, of_token=None, slot: int = 0) -> torch.Tensor:
+    host.submit(layer, x, index, weights, of_token, slot=slot, stream=5)
     return host.wait(layer, len(x), slot=slot, stream=5)
+
+
+def give(host: HostExperts, layer: ExpertLayer, lora: ExpertLora | None, place: int = 0) -> None:
+    host.set_adapter(layer, place, None if lora is None else layer.keep_lora(lora))
+
+
+def same(tokens: int, place: int = 0) -> torch.Tensor:
+    return torch.full((tokens,), place, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "int8", "k4"])
@@ -78,23 +87,25 @@ def test_the_layers_own_bits(host: HostExperts, fmt: str) -> None:
     layer = layer_of(fmt)
     lora = make_lora(HIDDEN, INTERMEDIATE, 8, torch.float32)
     for tokens, adapters in [(1, None), (3, lora), (TOKENS, lora), (2, None), (0, None)]:
-        host.set_lora(layer, adapters)
+        give(host, layer, adapters)
         x, index, weights = inputs(tokens, seed=tokens)
         index[:, 0][::2] = ELSEWHERE
         for dtype in (torch.int64, torch.int32):
-            out = through(host, layer, x, index.to(dtype), weights)
+            out = through(host, layer, x, index.to(dtype), weights, same(tokens))
             assert torch.equal(out, direct(layer, x, index, weights, adapters))
     x, index, weights = inputs(4)
     assert not through(host, layer, x, torch.full_like(index, ELSEWHERE), weights).any()
     host.check()
 
 
-def begin_in_place(host: HostExperts, layer: ExpertLayer, x, index, weights) -> torch.Tensor:
+def begin_in_place(host: HostExperts, layer: ExpertLayer, x, index, weights, of_token=None) -> torch.Tensor:
     """Write the inputs as a stream's kernel does, and submit them. Returns where the output will be."""
-    place = host.place(layer, x, index, weights, stream=5)
+    place = host.place(layer, x, index, weights, of_token, stream=5)
     place.hidden[: len(x)], place.weights[: len(x)] = x, weights
     place.index.view(index.dtype)[: index.numel()] = index.flatten()
-    host.submit_in_place(layer, len(x), index.dtype, stream=5)
+    if of_token is not None:
+        place.of_token[: len(x)] = of_token
+    host.submit_in_place(layer, len(x), index.dtype, adapters=of_token is not None, stream=5)
     return place.out[: len(x)]
 
 
@@ -111,6 +122,38 @@ def test_in_place_of_copies(host: HostExperts, dtype: torch.dtype) -> None:
         with pytest.raises(ValueError, match=rf"{count} tokens, host experts take 1 to {TOKENS}"):
             host.place(layer, *inputs(count))
     host.check()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_each_token_has_its_own_adapter(host: HostExperts, in_place: bool) -> None:
+    """And what a call without adapters finds in the slot from the call before is nobody's."""
+    layer, other = layer_of(), layer_of("int8")
+    loras = [make_lora(HIDDEN, INTERMEDIATE, rank, torch.float32) for rank in (4, 20)]
+    kept = [layer.keep_lora(lora) for lora in loras]
+    for place, one in zip((2, 0), kept, strict=True):
+        host.set_adapter(layer, place, one)
+    x, index, weights = inputs(7)
+    of = torch.tensor([2, -1, 0, 1, 0, 9, -1], dtype=torch.int32)  # nothing is at 1 and 9
+
+    def compute(which: ExpertLayer, of_token=None) -> torch.Tensor:
+        if not in_place:
+            return through(host, which, x, index, weights, of_token)
+        out = begin_in_place(host, which, x, index, weights, of_token)
+        host.wait_in_place(which, len(x), stream=5)
+        return out
+
+    mine = torch.tensor([0, -1, 1, -1, 1, -1, -1])
+    expected = layer.forward_adapters(x, index, weights, kept, mine)
+    assert torch.equal(compute(layer, of), expected)
+    assert torch.equal(compute(layer), direct(layer, x, index, weights))
+    assert torch.equal(compute(other, of), direct(other, x, index, weights))
+    host.set_adapter(layer, 0, None)
+    left = mine.where(mine == 0, -1)
+    assert torch.equal(compute(layer, of), layer.forward_adapters(x, index, weights, kept, left))
+    host.check()
+    for bad in (of.long(), of[:3]):
+        with pytest.raises(ValueError, match=r"of_token must be contiguous \[7\] torch.int32"):
+            compute(layer, bad)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -150,15 +193,16 @@ def test_a_captured_graph_sees_new_inputs_adapters_and_errors(fake: Fake, make: 
     layers = [layer_of("k4"), layer_of("int8")]
     host = make(layers[0], way)
     x, index, weights = inputs(4)
+    of_token = same(4)
     with fake.capture():
-        outs = [through(host, layer, x, index, weights) for layer in layers]
+        outs = [through(host, layer, x, index, weights, of_token) for layer in layers]
     eager = through(host, layers[0], *inputs(4, seed=9))  # between capture and replay, and of the same size
     assert torch.equal(eager, direct(layers[0], *inputs(4, seed=9)))
     lora = make_lora(HIDDEN, INTERMEDIATE, 4, torch.bfloat16)
     for seed, adapters in enumerate([None, lora, None]):
         for tensor, value in zip((x, index, weights), inputs(4, seed), strict=True):
             tensor.copy_(value)
-        host.set_lora(layers[1], adapters)
+        give(host, layers[1], adapters)
         gc.collect()
         fake.replay()
         host.check()
@@ -350,15 +394,14 @@ def test_bad_sizes(make: Make, change: dict) -> None:
 def test_bad_adapters_change_nothing(host: HostExperts) -> None:
     layer, call = layer_of(), inputs(3)
     lora = make_lora(HIDDEN, INTERMEDIATE, 8, torch.float32)
-    host.set_lora(layer, lora)
-    for bad, message in [
-        (make_lora(HIDDEN, INTERMEDIATE, 8, torch.float32, dropout=0.1), "layers.7.k4: lora_dropout is 0.1"),
-        (make_lora(HIDDEN + 32, INTERMEDIATE, 8, torch.float32), r"layers.7.k4: LoRA A is \[8, 96\]"),
-        (make_lora(HIDDEN, INTERMEDIATE, 257, torch.float32), "LoRA rank is 257"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            host.set_lora(layer, bad)
-    assert torch.equal(through(host, layer, *call), direct(layer, *call, lora))
+    give(host, layer, lora)
+    kept = layer.keep_lora(lora)
+    with pytest.raises(ValueError, match=r"layers\.7\.k4: adapters have places from 0 on, not -1"):
+        host.set_adapter(layer, -1, kept)
+    other = layer_of("int8").keep_lora(lora)
+    with pytest.raises(ValueError, match=r"layers\.7\.k4: an adapter was not kept by this layer"):
+        host.set_adapter(layer, 0, other)
+    assert torch.equal(through(host, layer, *call, same(3)), direct(layer, *call, lora))
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -371,11 +414,11 @@ def test_adapters_are_taken_over(make: Make, nodes: int, rank: int, names: tuple
         lora = make_lora(HIDDEN, 288, rank, torch.float32, names)
         calls = [inputs(tokens, seed=tokens) for tokens in (1, 7, TOKENS)]
         expected = [direct(layer, *call, lora) for call in calls]
-        host.set_lora(layer, lora)
+        give(host, layer, lora)
         for tensor in lora.parameters():
             tensor.data.fill_(float("nan"))
         for call, one in zip(calls, expected, strict=True):
-            assert torch.equal(through(host, layer, *call), one)
+            assert torch.equal(through(host, layer, *call, same(len(call[0]))), one)
         host.check()
 
 
@@ -384,19 +427,20 @@ def test_swaps_from_other_threads_wait_for_jobs(host: HostExperts) -> None:
     layer, call = layer_of(), inputs(8)
     loras = [make_lora(HIDDEN, INTERMEDIATE, 8, torch.float32) for _ in range(2)]
     expected = [direct(layer, *call, lora) for lora in loras]
-    host.set_lora(layer, loras[0])
+    kept = [layer.keep_lora(lora) for lora in loras]
+    host.set_adapter(layer, 0, kept[0])
     stop = threading.Event()
 
     def swap() -> None:
         for number in range(100_000):
-            host.set_lora(layer, loras[number % 2])
+            host.set_adapter(layer, 0, kept[number % 2])
             if stop.wait(0.001):
                 return
 
     thread = threading.Thread(target=swap)
     thread.start()
     for _ in range(100):
-        out = through(host, layer, *call)
+        out = through(host, layer, *call, same(8))
         assert any(torch.equal(out, one) for one in expected)
     stop.set()
     thread.join()
@@ -406,8 +450,8 @@ def test_swaps_from_other_threads_wait_for_jobs(host: HostExperts) -> None:
 def test_steady_calls_take_no_memory(make: Make) -> None:
     layer = layer_of(threads=1)
     host = make(layer)
-    host.set_lora(layer, make_lora(HIDDEN, INTERMEDIATE, 8, torch.float32))
-    call = inputs(8)
+    give(host, layer, make_lora(HIDDEN, INTERMEDIATE, 8, torch.float32))
+    call = (*inputs(8), same(8))
     for _ in range(5):
         through(host, layer, *call)
     before, faults = layer.runtime.workspace_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -72,15 +72,22 @@ def expected(layer: native.ExpertLayer, given: Batch, lora: ExpertLora | None = 
 HOT = Routing({1: [9, 0, 9, 0, 0], 2: [0, 9, 9, 9, 0], 3: [0, 0, 0, 0, 9]})
 
 
+def mark(model: HybridModel, numbers: list[int]) -> None:
+    """Begin a step whose tokens have these adapters."""
+    model.step.set(numbers, model.adapters)
+
+
 @pytest.mark.parametrize("rank", [0, 5])
 @pytest.mark.parametrize("tokens", [1, 4, 9])
 def test_few_and_many_tokens_with_and_without_residents(make: Make, tokens: int, rank: int) -> None:
     lora = make_lora(HIDDEN, INTERMEDIATE, rank, torch.float32) if rank else None
     given = batch(tokens)
-    residents = {"gpu_expert_memory": room(6, rank), "routing": HOT, "max_lora_rank": 16, "placement": "stream"}
+    residents = {"gpu_expert_memory": room(6, rank), "routing": HOT, "placement": "stream"}
     for options in ({}, residents):
-        model = make(**options)
-        model.set_lora({n: lora for n in model.layers} if lora else None)
+        model = make(max_lora_rank=16, **options) if rank else make(**options)
+        if lora:
+            model.add_adapter(1, {n: lora for n in model.layers}, {})
+            mark(model, [1] * tokens)
         for number, experts in model.layers.items():
             with torch.inference_mode():
                 out = experts(*given)
@@ -92,18 +99,31 @@ def test_few_and_many_tokens_with_and_without_residents(make: Make, tokens: int,
         assert (found["resident"]["pairs"] > 0) == ("routing" in options)
 
 
-def test_padding_has_no_part(make: Make) -> None:
-    model = make(gpu_expert_memory=room(2), routing=HOT)
-    for tokens in (4, 9):
-        x, index, weights = batch(tokens)
-        valid = torch.arange(tokens) < tokens - 2
-        index[~valid] = 0
-        x[~valid] = torch.nan
-        before = sum(model.status()["heat"]["1"])
-        out = model.layers[1](x, index, weights, valid)
-        assert not out[~valid].any()
-        assert relative(out[valid], expected(model.layers[1].layer, (x[valid], index[valid], weights[valid]))) < 0.005
-        assert sum(model.status()["heat"]["1"]) - before == (tokens - 2) * TOP_K
+@pytest.mark.parametrize("residents", [False, True])
+@pytest.mark.parametrize("numbers", [[5, 0, 6, 5], [6] * 7 + [0] * 5 + [5, 0, 6, 5, 5], [5] * 9, [0] * 3 + [5] * 8])
+def test_each_token_has_the_adapter_of_its_number(make: Make, numbers: list[int], residents: bool) -> None:
+    """In few and in many tokens; adapters 5 and 6 are at places 0 and 1, 6 is not on layer 2."""
+    options = {"gpu_expert_memory": room(6, 16), "routing": HOT} if residents else {}
+    model = make(max_lora_rank=16, max_adapters=2, **options)
+    loras = {adapter: make_lora(HIDDEN, INTERMEDIATE, rank, torch.float32) for adapter, rank in ((5, 16), (6, 3))}
+    model.add_adapter(5, {n: loras[5] for n in model.layers}, {"name": "five"})
+    model.add_adapter(6, {n: loras[6] for n in (1, 3)}, {"name": "six"})
+    given = batch(len(numbers))
+    mark(model, numbers)
+    for number, experts in model.layers.items():
+        out = experts(*given)
+        for adapter in set(numbers):
+            mine = torch.tensor([each == adapter for each in numbers])
+            lora = None if number == 2 and adapter == 6 else loras.get(adapter)
+            assert relative(out[mine], expected(experts.layer, given, lora)[mine]) < 2 * OUTPUT_TOLERANCE
+    assert [each["name"] for each in model.status()["adapters"]] == ["five", "six"]
+    model.remove_adapter(5)
+    mark(model, numbers)
+    out = model.layers[1](*given)
+    for adapter, lora in ((0, None), (5, None), (6, loras[6])):
+        mine = torch.tensor([each == adapter for each in numbers])
+        if mine.any():
+            assert relative(out[mine], expected(model.layers[1].layer, given, lora)[mine]) < 2 * OUTPUT_TOLERANCE
 
 
 def test_an_adapter_takes_the_place_of_another_at_once(make: Make) -> None:
@@ -112,17 +132,23 @@ def test_an_adapter_takes_the_place_of_another_at_once(make: Make) -> None:
     for seed, rank, names in ((1, 16, ("gate_proj", "up_proj", "down_proj")), (2, 3, ("down_proj",))):
         torch.manual_seed(seed)
         lora = make_lora(HIDDEN, INTERMEDIATE, rank, torch.bfloat16, names)
-        model.set_lora({2: lora})
+        model.remove_adapter(seed - 1)
+        model.add_adapter(seed, {2: lora}, {})
+        mark(model, [seed] * 4)
         outs = [experts(*given) for experts in model.layers.values()]
         assert torch.equal(outs[0], base[0]) and torch.equal(outs[2], base[2])
         assert relative(outs[1], expected(model.layers[2].layer, given, lora)) < OUTPUT_TOLERANCE
-    with pytest.raises(ValueError, match=r"rank 17, residents .* have room for 16; .* max_lora_rank"):
-        model.set_lora({2: make_lora(HIDDEN, INTERMEDIATE, 17, torch.bfloat16)})
-    with pytest.raises(ValueError, match="experts of layer 7, where the model has none"):
-        model.set_lora({7: lora})
-    assert torch.equal(model.layers[2](*given), outs[1])  # the old one stays
-    model.set_lora(None)
+    with pytest.raises(ValueError, match=r"there is room for 1 adapters, .* --max-adapters 2"):
+        model.add_adapter(3, {2: lora}, {})
+    model.remove_adapter(2)
+    for _ in range(2):  # a load that fails leaves the place free
+        with pytest.raises(ValueError, match=r"rank 17, residents .* have room for 16; .* max_lora_rank"):
+            model.add_adapter(4, {2: make_lora(HIDDEN, INTERMEDIATE, 17, torch.bfloat16)}, {})
+    with pytest.raises(ValueError, match="expert LoRA for layer 7, which has no routed experts here"):
+        model.add_adapter(5, {7: lora}, {})
+    mark(model, [2] * 4)
     assert all(torch.equal(experts(*given), was) for experts, was in zip(model.layers.values(), base, strict=True))
+    assert not model.status()["adapters"]
 
 
 def test_deferred_experts_are_added_one_layer_later(make: Make) -> None:
@@ -188,22 +214,17 @@ def test_warming_up_is_not_counted(make: Make) -> None:
     assert not any(lane["pairs"] for lane in status["lanes"].values())
 
 
-def test_one_adapter_at_a_time(make: Make) -> None:
-    with pytest.raises(ValueError, match="one adapter is served at a time"):
-        make().add_adapter(1, {}, {})
-
-
 def test_profiles(make: Make, layers: dict[int, native.ExpertLayer], tmp_path: Path) -> None:
     path = tmp_path / "expert_routing.json"
     model = make()
     model.layers[2](*batch(4))
     model.routing().save(path)
     settings = ServeSettings(str(tmp_path), gpu_expert_memory=room(2, 1), routing=str(path), max_lora_rank=8)
-    with contextlib.closing(HybridModel.of(settings, layers, "cpu", TOP_K, torch.bfloat16)) as made:
+    with contextlib.closing(HybridModel.of(settings, layers, "cpu", TOP_K, torch.bfloat16, 64)) as made:
         status = made.status()
         assert made.hot.stacks is None, "without adapters there is no room for them"
     swaps = dataclasses.replace(settings, adapter_swap=True, gpu_expert_memory=room(2, 1) + (1 << 20))
-    with contextlib.closing(HybridModel.of(swaps, layers, "cpu", TOP_K, torch.bfloat16)) as made:
+    with contextlib.closing(HybridModel.of(swaps, layers, "cpu", TOP_K, torch.bfloat16, 64)) as made:
         assert made.hot.stacks is not None and made.hot.layers[0].stack.width == 16
     assert {layer for layer, held in status["residents"]["experts"].items() if held} == {"2"}
     assert status["expert_format"] == "k4" and status["adapters"] == []

@@ -347,20 +347,20 @@ void bind_hybrid(py::module_& m) {
            }),
            "runtime"_a, "driver"_a, "device"_a, "max_tokens"_a, "hidden"_a, "top_k"_a, "dtype"_a, "slots"_a,
            "activation_bits"_a, "through"_a)
-      .def("submit", &HostExperts::submit, "layer"_a, "hidden"_a, "index"_a, "index_bytes"_a, "weights"_a, "tokens"_a,
-           "slot"_a, "stream"_a, NoGil())
+      .def("submit", &HostExperts::submit, "layer"_a, "hidden"_a, "index"_a, "index_bytes"_a, "weights"_a,
+           "of_token"_a, "tokens"_a, "slot"_a, "stream"_a, NoGil())
       .def("wait", &HostExperts::wait, "layer"_a, "tokens"_a, "slot"_a, "out"_a, "stream"_a, NoGil())
       .def(
           "place",
           [](HostExperts& host, int slot, uintptr_t stream) {
             const HostExperts::Place found = host.place(slot, stream);
-            return py::make_tuple(found.hidden, found.index, found.weights, found.out);
+            return py::make_tuple(found.hidden, found.index, found.weights, found.of_token, found.out);
           },
           "slot"_a, "stream"_a)
       .def("submit_in_place", &HostExperts::submit_in_place, "layer"_a, "tokens"_a, "slot"_a, "index_bytes"_a,
-           "stream"_a, NoGil())
+           "adapters"_a, "stream"_a, NoGil())
       .def("wait_in_place", &HostExperts::wait_in_place, "layer"_a, "tokens"_a, "slot"_a, "stream"_a, NoGil())
-      .def("set_lora", &HostExperts::set_lora, "layer"_a, "lora"_a, NoGil())
+      .def("set_adapter", &HostExperts::set_adapter, "layer"_a, "place"_a, "lora"_a, NoGil())
       .def_property_readonly("error", &HostExperts::error)
       .def("counts", &HostExperts::counts, "layer"_a)
       .def("seconds", &HostExperts::seconds, "layer"_a)

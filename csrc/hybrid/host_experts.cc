@@ -43,7 +43,8 @@ HostExperts::HostExperts(std::shared_ptr<Runtime> runtime, std::shared_ptr<CudaD
              ": all must be positive");
   const size_t routes = size_t(shape.max_tokens) * shape.top_k, rows = in_lines(row_bytes(shape.max_tokens));
   const size_t index = in_lines(routes * kIndexBytes), weights = in_lines(routes * sizeof(float));
-  const size_t bytes = kCacheLine + rows + index + weights + rows;
+  const size_t numbers = in_lines(size_t(shape.max_tokens) * sizeof(int32_t));
+  const size_t bytes = kCacheLine + rows + index + weights + numbers + rows;
   arena_ = NodeBuffer(bytes * slots_.size(), runtime_->node_ids[0]);
   std::memset(arena_.data(), 0, arena_.size());
   for (size_t i = 0; i < slots_.size(); i++) {
@@ -53,8 +54,10 @@ HostExperts::HostExperts(std::shared_ptr<Runtime> runtime, std::shared_ptr<CudaD
     slot.hidden = at + kCacheLine;
     slot.index = slot.hidden + rows;
     slot.weights = slot.index + index;
-    slot.out = slot.weights + weights;
+    slot.of_token = slot.weights + weights;
+    slot.out = slot.of_token + numbers;
     slot.wide_index.resize(routes);
+    slot.numbers.resize(shape.max_tokens);
   }
   if (driver_) driver_->register_host(device_, reinterpret_cast<uintptr_t>(arena_.data()), arena_.size(), true);
   try {
@@ -115,20 +118,22 @@ void HostExperts::check_owner(const MoeLayer& layer) const {
   KTFT_CHECK(getpid() == owner_, layer.name(), ": ", kOtherProcess);
 }
 
-HostExperts::Block& HostExperts::block_of(MoeLayer& layer, int tokens, int slot, size_t index_bytes) {
+HostExperts::Block& HostExperts::block_of(MoeLayer& layer, int tokens, int slot, size_t index_bytes,
+                                          bool adapters) {
   KTFT_CHECK(tokens > 0 && tokens <= shape_.max_tokens, layer.name(), ": ", tokens,
              " tokens, host experts take 1 to max_tokens = ", shape_.max_tokens);
   Slot& place = slot_at(slot);
   const std::lock_guard<std::mutex> lock(mutex_);
   Layer& known = layer_of(layer);
-  Block& block = blocks_[{&layer, tokens, slot, index_bytes}];
+  Block& block = blocks_[{&layer, tokens, slot, index_bytes, adapters}];
   if (!block.owner) {
     block = {.owner = this,
              .number = uint32_t(numbered_.size() + 1),
              .layer = &known,
              .slot = &place,
              .tokens = tokens,
-             .index_bytes = index_bytes};
+             .index_bytes = index_bytes,
+             .adapters = adapters};
     numbered_.push_back(&block);
   }
   return block;
@@ -149,16 +154,16 @@ void HostExperts::call_host(void (*fn)(void*), Block& block, uintptr_t stream) {
 }
 
 void HostExperts::submit(MoeLayer& layer, uintptr_t hidden, uintptr_t index, size_t index_bytes, uintptr_t weights,
-                         int tokens, int slot, uintptr_t stream) {
+                         uintptr_t of_token, int tokens, int slot, uintptr_t stream) {
   check_open(layer);
-  Block& block = block_of(layer, tokens, slot, index_bytes);
+  Block& block = block_of(layer, tokens, slot, index_bytes, of_token != 0);
   Slot& at = *block.slot;
   if (!at.waited) enqueue_wait(*at.last, stream);  // an error between the two calls has skipped the wait
   const size_t count = size_t(tokens) * shape_.top_k;
-  copy(CopyDirection::kToHost,
-       {whole(at.hidden, hidden, row_bytes(tokens)), whole(at.index, index, count * index_bytes),
-        whole(at.weights, weights, count * sizeof(float))},
-       stream);
+  std::vector<RowCopy> inputs{whole(at.hidden, hidden, row_bytes(tokens)), whole(at.index, index, count * index_bytes),
+                              whole(at.weights, weights, count * sizeof(float))};
+  if (of_token) inputs.push_back(whole(at.of_token, of_token, size_t(tokens) * sizeof(int32_t)));
+  copy(CopyDirection::kToHost, inputs, stream);
   enqueue_job(block, stream);
 }
 
@@ -166,12 +171,13 @@ HostExperts::Place HostExperts::place(int slot, uintptr_t stream) {
   Slot& at = slot_at(slot);
   if (!at.waited) enqueue_wait(*at.last, stream);
   const auto address = [](const char* memory) { return reinterpret_cast<uintptr_t>(memory); };
-  return {address(at.hidden), address(at.index), address(at.weights), address(at.out)};
+  return {address(at.hidden), address(at.index), address(at.weights), address(at.of_token), address(at.out)};
 }
 
-void HostExperts::submit_in_place(MoeLayer& layer, int tokens, int slot, size_t index_bytes, uintptr_t stream) {
+void HostExperts::submit_in_place(MoeLayer& layer, int tokens, int slot, size_t index_bytes, bool adapters,
+                                  uintptr_t stream) {
   check_open(layer);
-  enqueue_job(block_of(layer, tokens, slot, index_bytes), stream);
+  enqueue_job(block_of(layer, tokens, slot, index_bytes, adapters), stream);
 }
 
 void HostExperts::enqueue_job(Block& block, uintptr_t stream) {
@@ -303,25 +309,49 @@ void HostExperts::compute(Block& block) {
     std::memset(slot.out, 0, row_bytes(block.tokens));
     return;
   }
-  layer.native->forward({.hidden = slot.hidden,
+  const LayerInput input{.hidden = slot.hidden,
                          .dtype = shape_.dtype,
                          .top_k_index = slot.wide_index.data(),
                          .top_k_weights = reinterpret_cast<const float*>(slot.weights),
                          .tokens = block.tokens,
-                         .top_k = shape_.top_k},
-                        layer.lora ? &*layer.lora : nullptr, Keep::kNothing, activation_bits_, slot.out);
+                         .top_k = shape_.top_k};
+  const std::vector<const Lora*> adapters = adapters_of(block);
+  if (adapters.empty())
+    layer.native->forward(input, nullptr, Keep::kNothing, activation_bits_, slot.out);
+  else
+    layer.native->forward_adapters(input, adapters, slot.numbers.data(), activation_bits_, slot.out);
 }
 
-void HostExperts::set_lora(MoeLayer& layer, const Lora* lora) {
+std::vector<const Lora*> HostExperts::adapters_of(Block& block) const {
+  if (!block.adapters) return {};
+  const auto& places = block.layer->adapters;
+  std::vector<const Lora*> found;
+  std::vector<int> number(places.size(), kNoAdapter);
+  const int32_t* const of_token = reinterpret_cast<const int32_t*>(block.slot->of_token);
+  for (int t = 0; t < block.tokens; t++) {
+    const int32_t place = of_token[t];
+    const bool has = place >= 0 && place < int32_t(places.size()) && places[place];
+    if (has && number[place] == kNoAdapter) {
+      number[place] = int(found.size());
+      found.push_back(&*places[place]);
+    }
+    block.slot->numbers[t] = has ? number[place] : kNoAdapter;
+  }
+  return found;
+}
+
+void HostExperts::set_adapter(MoeLayer& layer, int place, const Lora* lora) {
   check_owner(layer);
-  const std::optional<Lora> packed = lora ? std::optional<Lora>(layer.keep(*lora)) : std::nullopt;
+  KTFT_CHECK(place >= 0, layer.name(), ": adapters have places from 0 on, not ", place);
+  if (lora) layer.check_kept(*lora);
   std::unique_lock<std::mutex> lock(mutex_);
   Layer& known = layer_of(layer);
   lock.unlock();
   for (;; std::this_thread::sleep_for(std::chrono::microseconds(100))) {
     const std::lock_guard<std::mutex> between(run_mutex_);
     if (next_job(0)) continue;
-    known.lora = packed;
+    if (size_t(place) >= known.adapters.size()) known.adapters.resize(place + 1);
+    known.adapters[place] = lora ? std::optional<Lora>(*lora) : std::nullopt;
     return;
   }
 }

@@ -38,24 +38,26 @@ class HostExperts {
   ~HostExperts();
 
   // Both enqueue work on the stream. Addresses are on its device: hidden and out [tokens, hidden]; index [tokens,
-  // top_k] of index_bytes, 4 or 8; weights [tokens, top_k] fp32. A slot is free for the next submit once the wait for
-  // its last job has passed in stream order. If that wait was never enqueued, submit enqueues it.
-  void submit(MoeLayer& layer, uintptr_t hidden, uintptr_t index, size_t index_bytes, uintptr_t weights, int tokens,
-              int slot, uintptr_t stream);
+  // top_k] of index_bytes, 4 or 8; weights [tokens, top_k] fp32; of_token [tokens] int32, each token's adapter by its
+  // place, or kNoAdapter: 0 if no token has one. A slot is free for the next submit once the wait for its last job has
+  // passed in stream order. If that wait was never enqueued, submit enqueues it.
+  void submit(MoeLayer& layer, uintptr_t hidden, uintptr_t index, size_t index_bytes, uintptr_t weights,
+              uintptr_t of_token, int tokens, int slot, uintptr_t stream);
   void wait(MoeLayer& layer, int tokens, int slot, uintptr_t out, uintptr_t stream);
 
   // The same for work of the stream that itself writes a call's inputs into the slot and reads its output there, which
   // saves four copies, each of which costs a layer microseconds. `place` comes first: it enqueues the wait for a job
   // that nobody waited for, and says where they lie.
   struct Place {
-    uintptr_t hidden, index, weights, out;
+    uintptr_t hidden, index, weights, of_token, out;
   };
   Place place(int slot, uintptr_t stream);
-  void submit_in_place(MoeLayer& layer, int tokens, int slot, size_t index_bytes, uintptr_t stream);
+  void submit_in_place(MoeLayer& layer, int tokens, int slot, size_t index_bytes, bool adapters, uintptr_t stream);
   void wait_in_place(MoeLayer& layer, int tokens, int slot, uintptr_t stream);
 
-  // Packs the adapters for use from the next job on; null stands for none. Waits until no job is queued.
-  void set_lora(MoeLayer& layer, const Lora* lora);
+  // Gives the tokens of this place an adapter from the next job on, one that the layer has kept; null takes it away.
+  // Waits until no job is queued.
+  void set_adapter(MoeLayer& layer, int place, const Lora* lora);
 
   // The first error of a job, or empty. After an error no job computes anything, and all outputs are zero. A forked
   // child does not have the thread: there, this says so, and all other calls except close() throw.
@@ -73,7 +75,7 @@ class HostExperts {
  private:
   struct Layer {
     MoeLayer* native;
-    std::optional<Lora> lora;
+    std::vector<std::optional<Lora>> adapters;  // by place; tokens of an empty one have none here
     std::vector<std::atomic<int64_t>> counts;  // tokens of each expert
     std::atomic<int64_t> nanoseconds{0};
 
@@ -83,8 +85,9 @@ class HostExperts {
   struct Slot {
     std::atomic<uint32_t>* word;  // number of the block whose job is pending, or 0; in the arena
     uintptr_t word_on_device = 0;
-    char *hidden, *index, *weights, *out;
+    char *hidden, *index, *weights, *of_token, *out;
     std::vector<int64_t> wide_index;
+    std::vector<int32_t> numbers;  // of each token's adapter among those that a job uses
     std::atomic<Block*> last{nullptr};  // the last block whose job was enqueued
     std::atomic<bool> waited{true};     // whether its wait was enqueued too
   };
@@ -95,12 +98,13 @@ class HostExperts {
     Slot* slot;
     int tokens;
     size_t index_bytes;
+    bool adapters;  // whether the job has each token's adapter
   };
 
   size_t row_bytes(int tokens) const { return size_t(tokens) * shape_.hidden * dtype_bytes(shape_.dtype); }
   Layer& layer_of(MoeLayer& layer);
   Slot& slot_at(int slot);
-  Block& block_of(MoeLayer& layer, int tokens, int slot, size_t index_bytes);
+  Block& block_of(MoeLayer& layer, int tokens, int slot, size_t index_bytes, bool adapters);
   void check_owner(const MoeLayer& layer) const;
   void check_open(const MoeLayer& layer) const;
   void copy(CopyDirection direction, const std::vector<RowCopy>& matrices, uintptr_t stream);
@@ -115,6 +119,7 @@ class HostExperts {
   Slot* next_job(size_t after);
   void run(Slot& slot);
   void compute(Block& block);
+  std::vector<const Lora*> adapters_of(Block& block) const;
 
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<CudaDriver> driver_;
@@ -129,7 +134,7 @@ class HostExperts {
 
   std::mutex mutex_;  // guards the containers below; their elements never move
   std::unordered_map<MoeLayer*, Layer> layers_;
-  std::map<std::tuple<MoeLayer*, int, int, size_t>, Block> blocks_;
+  std::map<std::tuple<MoeLayer*, int, int, size_t, bool>, Block> blocks_;
   std::vector<Block*> numbered_;  // element i is block number i + 1
 
   std::mutex run_mutex_;  // held while a job runs

@@ -150,12 +150,15 @@ std::shared_ptr<Saved> MoeLayer::forward(const LayerInput& input, const Lora* lo
   return keep == Keep::kNothing ? nullptr : saved;
 }
 
+void MoeLayer::check_kept(const Lora& lora) const {
+  KTFT_CHECK(lora.kept && lora.kept->layer == number_ && !lora.drops(), name_,
+             ": an adapter was not kept by this layer, or has dropout");
+}
+
 void MoeLayer::forward_adapters(const LayerInput& input, std::vector<const Lora*> loras, const int32_t* of_token,
                                 int activation_bits, void* out) {
   check_bits(activation_bits, Keep::kNothing);
-  for (const Lora* lora : loras)
-    KTFT_CHECK(lora->kept && lora->kept->layer == number_ && !lora->drops(), name_,
-               ": an adapter was not kept by this layer, or has dropout");
+  for (const Lora* lora : loras) check_kept(*lora);
   for (int t = 0; t < input.tokens; t++)
     KTFT_CHECK(of_token[t] >= kNoAdapter && of_token[t] < int(loras.size()), name_, ": token ", t, " has adapter ",
                of_token[t], ", there are ", loras.size());

@@ -45,6 +45,9 @@ class MoeLayer {
   void forward_adapters(const LayerInput& input, std::vector<const Lora*> loras, const int32_t* of_token,
                         int activation_bits, void* out);
 
+  // Throws unless an adapter can be one of those of forward_adapters.
+  void check_kept(const Lora& lora) const;
+
   // Returns what forward returns with kRoutes, without computing anything.
   std::shared_ptr<Saved> prepare(const int64_t* top_k_index, int tokens, int top_k) const;
 

@@ -69,7 +69,10 @@ def serve(
         bool, typer.Option("--adapter-swap", help="Let adapters be loaded while it runs; --adapter does too.")
     ] = False,
     max_adapters: Annotated[
-        int | None, typer.Option(min=1, help=f"Adapters that are served at once. [{MAX_ADAPTERS}; with a GPU 1]")
+        int | None,
+        typer.Option(
+            min=1, help=f"Adapters that are served at once. [{MAX_ADAPTERS}; with a GPU as many as are given]"
+        ),
     ] = None,
     max_lora_rank: Annotated[int, typer.Option(min=1, help="Largest rank of an adapter.")] = 64,
     swap_timeout: Annotated[

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from ktft.device import device_of
-from ktft.lora import ExpertLora
 from ktft.native import cuda
 from ktft.native.cuda import Driver
 from ktft.native.extension import DTYPES, core
-from ktft.native.layer import ExpertLayer
+from ktft.native.layer import ExpertLayer, KeptLora
 from ktft.native.machine import Runtime
 from ktft.native.tensors import check_memory, described
 
@@ -32,12 +31,14 @@ class CallPlace:
     Attributes:
         hidden, weights: the inputs, `[max_tokens, H]` and fp32 `[max_tokens, k]`.
         index: the experts, one after the other, as bytes of int32 or int64.
+        of_token: each token's adapter, int32 `[max_tokens]`.
         out: the output, `[max_tokens, H]`.
     """
 
     hidden: Tensor
     index: Tensor
     weights: Tensor
+    of_token: Tensor
     out: Tensor
 
 
@@ -109,6 +110,7 @@ class HostExperts:
         hidden_states: Tensor,
         top_k_index: Tensor,
         top_k_weights: Tensor,
+        of_token: Tensor | None = None,
         *,
         slot: int = 0,
         stream: int = 0,
@@ -121,6 +123,8 @@ class HostExperts:
                 must be marked in the same way: otherwise its experts are read, and NaN in its hidden states is an
                 error.
             top_k_weights: `[T, k]` fp32, contiguous.
+            of_token: `[T]` int32, contiguous: each token's adapter, by its place; see `set_adapter`. Any other number
+                stands for none, as None does for all tokens.
             slot: a free place in the arena.
             stream: the raw handle of the device's current stream.
 
@@ -128,7 +132,7 @@ class HostExperts:
             ValueError: a shape, dtype, device or layout is wrong, or the layer has another runtime.
             CudaError: the driver refused a call.
         """
-        self._check(layer, hidden_states, top_k_index, top_k_weights)
+        self._check(layer, hidden_states, top_k_index, top_k_weights, of_token)
         if len(hidden_states) == 0:
             return
         self._native.submit(
@@ -137,6 +141,7 @@ class HostExperts:
             top_k_index.data_ptr(),
             top_k_index.element_size(),
             top_k_weights.data_ptr(),
+            0 if of_token is None else of_token.data_ptr(),
             len(hidden_states),
             slot,
             stream,
@@ -167,6 +172,7 @@ class HostExperts:
         hidden_states: Tensor,
         top_k_index: Tensor,
         top_k_weights: Tensor,
+        of_token: Tensor | None = None,
         *,
         slot: int = 0,
         stream: int = 0,
@@ -177,44 +183,51 @@ class HostExperts:
         Raises:
             ValueError, CudaError: as `submit`; or there are more tokens than `max_tokens`, or none.
         """
-        self._check(layer, hidden_states, top_k_index, top_k_weights)
+        self._check(layer, hidden_states, top_k_index, top_k_weights, of_token)
         if not 0 < len(hidden_states) <= self.max_tokens:
             raise ValueError(f"{layer.name}: {len(hidden_states)} tokens, host experts take 1 to {self.max_tokens}")
-        hidden, index, weights, out = self._native.place(slot, stream)
+        hidden, index, weights, numbers, out = self._native.place(slot, stream)
         if slot not in self._places:
             rows, routes = (self.max_tokens, self.hidden_size), (self.max_tokens, self.top_k)
             self._places[slot] = CallPlace(
                 _tensor(hidden, rows, self.dtype),
                 _tensor(index, (8 * self.max_tokens * self.top_k,), torch.uint8),
                 _tensor(weights, routes, torch.float32),
+                _tensor(numbers, (self.max_tokens,), torch.int32),
                 _tensor(out, rows, self.dtype),
             )
         return self._places[slot]
 
     def submit_in_place(
-        self, layer: ExpertLayer, tokens: int, index_dtype: torch.dtype, *, slot: int = 0, stream: int = 0
+        self,
+        layer: ExpertLayer,
+        tokens: int,
+        index_dtype: torch.dtype,
+        *,
+        adapters: bool = False,
+        slot: int = 0,
+        stream: int = 0,
     ) -> None:
-        """As `submit`, for inputs that the stream has written to their `place`, with experts of this dtype."""
-        self._native.submit_in_place(layer.handle, tokens, slot, index_dtype.itemsize, stream)
+        """As `submit`, for inputs that the stream has written to their `place`: experts of this dtype, and, with
+        `adapters`, each token's adapter.
+        """
+        self._native.submit_in_place(layer.handle, tokens, slot, index_dtype.itemsize, adapters, stream)
 
     def wait_in_place(self, layer: ExpertLayer, tokens: int, *, slot: int = 0, stream: int = 0) -> None:
         """As `wait`, for work of the stream that reads the output in the slot's `place`, before the slot's next use."""
         self._native.wait_in_place(layer.handle, tokens, slot, stream)
 
-    def set_lora(self, layer: ExpertLayer, lora: ExpertLora | None) -> None:
-        """Set or remove the layer's adapters from the next job on, in captured graphs too.
+    def set_adapter(self, layer: ExpertLayer, place: int, kept: KeptLora | None) -> None:
+        """From the next job on, in captured graphs too, tokens of this place have an adapter on the layer, or none.
 
-        This packs and copies the adapters of all experts: with each projection adapted at a rank up to 16, that takes
-        `num_experts * 192 * (hidden_size + intermediate_size)` bytes. It waits until no job is queued. A job that its
-        stream has not reached yet is not queued, so synchronize the stream first.
+        It waits until no job is queued. A job that its stream has not reached yet is not queued, so synchronize the
+        stream first.
 
-        Raises:
-            ValueError: the adapters do not fit the layer, or have dropout.
+        Args:
+            place: from 0 on. Few places are better: there is memory for all up to the highest.
+            kept: what `ExpertLayer.keep_lora` of the layer returned.
         """
-        if lora is not None and lora.dropout:
-            raise ValueError(f"{layer.name}: lora_dropout is {lora.dropout}; experts in stream order are for inference")
-        native, _keep_alive = layer.native_lora(lora)
-        self._native.set_lora(layer.handle, native)
+        self._native.set_adapter(layer.handle, place, None if kept is None else kept.handle)
         self._layers.add(layer)
 
     def check(self) -> None:
@@ -248,15 +261,19 @@ class HostExperts:
         device_of(self.device).synchronize()
         self._native.close()
 
-    def _check(self, layer: ExpertLayer, hidden_states: Tensor, index: Tensor, weights: Tensor) -> None:
+    def _check(
+        self, layer: ExpertLayer, hidden_states: Tensor, index: Tensor, weights: Tensor, of_token: Tensor | None
+    ) -> None:
         if layer.runtime != self.runtime:
             raise ValueError(f"{layer.name}: its runtime is another than that of the host experts")
         tokens = len(hidden_states)
-        expected = (
+        expected: list[tuple[str, Tensor, tuple[int, ...], tuple[torch.dtype, ...]]] = [
             ("hidden_states", hidden_states, (tokens, self.hidden_size), (self.dtype,)),
             ("top_k_index", index, (tokens, self.top_k), (torch.int32, torch.int64)),
             ("top_k_weights", weights, (tokens, self.top_k), (torch.float32,)),
-        )
+        ]
+        if of_token is not None:
+            expected.append(("of_token", of_token, (tokens,), (torch.int32,)))
         for name, tensor, shape, dtypes in expected:
             fits = tensor.shape == shape and tensor.dtype in dtypes and tensor.is_contiguous()
             if not fits or tensor.device != self.device:

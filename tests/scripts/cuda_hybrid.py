@@ -40,6 +40,7 @@ class Inputs:
         self.x = torch.empty(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         self.index = torch.empty(tokens, TOP_K, device="cuda", dtype=index_dtype)
         self.weights = torch.empty(tokens, TOP_K, device="cuda")
+        self.of_token = torch.zeros(tokens, device="cuda", dtype=torch.int32)
         self.draw(0)
 
     def draw(self, seed: int, elsewhere: float = 0.0) -> None:
@@ -61,7 +62,7 @@ def host_of(runtime: native.Runtime, hidden: int, **options: Any) -> HostExperts
 
 def through(host: HostExperts, layer: ExpertLayer, at: Inputs, between: Callable[[], None] = lambda: None) -> Tensor:
     stream = torch.cuda.current_stream().cuda_stream
-    host.submit(layer, at.x, at.index, at.weights, stream=stream)
+    host.submit(layer, at.x, at.index, at.weights, at.of_token, stream=stream)
     between()
     return host.wait(layer, len(at.x), stream=stream)
 
@@ -92,7 +93,7 @@ def compare(host: HostExperts, layer: ExpertLayer, tokens: int, loras: list[Expe
     graph, out = captured(work)
     for seed, lora in enumerate(loras):
         torch.cuda.synchronize()
-        host.set_lora(layer, lora)
+        host.set_adapter(layer, 0, None if lora is None else layer.keep_lora(lora))
         at.draw(seed + 10 * tokens, elsewhere=(0.0, 0.5, 1.0)[(seed + tokens) % 3])
         eager = work()
         graph.replay()
@@ -209,7 +210,7 @@ def bandwidth(fmt: str, threads: int, layers: list[ExpertLayer], lora: bool, tok
     host = host_of(runtime, HIDDEN)
     adapters = random_lora(layers[0], RANK) if lora else None
     for layer in layers:
-        host.set_lora(layer, adapters)
+        host.set_adapter(layer, 0, None if adapters is None else layer.keep_lora(adapters))
     for tokens in tokens_of:
         calls = [Inputs(tokens, EXPERTS, HIDDEN, torch.int32) for _ in layers]
         for number, at in enumerate(calls):

@@ -68,6 +68,14 @@ def make(layers: dict[int, ExpertLayer], device: str, residents: int, rank: int 
     return HybridModel(layers, device, max_lora_rank=rank, **given)
 
 
+def wear(model: HybridModel, loras: dict[int, ExpertLora] | None, tokens: int) -> None:
+    """Serve this adapter, or none, and begin a step of its tokens."""
+    model.remove_adapter(1)
+    if loras is not None:
+        model.add_adapter(1, dict(loras), {})
+    model.step.set([1] * tokens, model.adapters)
+
+
 def check_contract(device: str, fmt: str, rank: int) -> None:
     """Check every number of tokens with every number of residents."""
     layer = small_layer(fmt, 512, 384)
@@ -80,8 +88,9 @@ def check_contract(device: str, fmt: str, rank: int) -> None:
     for residents in (0, 2, kernels.EXPERTS):
         for placement in ("stream", "auto") if residents == 2 else ("auto",):
             model = make({0: layer}, device, residents, rank, placement=placement)
-            model.set_lora({0: lora} if lora else None)
             for tokens in (*(range(1, 33) if placement == "auto" else ()), 256):
+                if lora:
+                    wear(model, {0: lora}, tokens)
                 given = on(device, kernels.random_inputs(tokens, 512, TOP_K, tokens))
                 expected = reference.moe(given[0].float(), *given[1:], *weights, there)
                 error = kernels.relative(model.layers[0](*given), expected)
@@ -143,9 +152,10 @@ def check_capture(device: str, fmt: str, deferral: int) -> None:
     loras = [None, *({n: kernels.make_lora(512, 384, rank, torch.float32) for n in layers} for rank in (16, 5))]
     done = 0
     for tokens in (1, 2, 7, 16, 32):
+        wear(model, None, tokens)
         graph = Captured(model, [on(device, kernels.random_inputs(tokens, 512, TOP_K, n)) for n in layers])
         for seed, lora in enumerate(loras):
-            model.set_lora(lora)
+            wear(model, lora, tokens)
             graph.refill([kernels.random_inputs(tokens, 512, TOP_K, 100 * seed + n) for n in layers])
             if seed == 1:  # other experts come, between two replays
                 model.hot.residents.observe(layers[0], [0, 0, 0, 0, 1000])
@@ -157,7 +167,6 @@ def check_capture(device: str, fmt: str, deferral: int) -> None:
                 if not torch.equal(replayed, eager):
                     raise AssertionError(f"{tokens} tokens, adapter {seed}: replay differs from eager")
                 done += 1
-    model.set_lora(None)
     print(f"{fmt:6} deferral {deferral}: {done} outputs of replays are those of eager calls, bit for bit", flush=True)
     model.close()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from ktft import config, versions
@@ -30,7 +29,6 @@ def check(engine: Engine, settings: ServeSettings, options: Options) -> Findings
         raise ValueError(f"{settings.checkpoint} is not a directory with a config.json; download the checkpoint first")
     if gpu:
         _check_gpu(engine)
-        replace(settings, one_at_a_time=True)  # raises for several adapters
         if settings.speculative_tokens:
             raise ValueError(
                 f"--speculative-tokens {settings.speculative_tokens} is for CPUs; ktft was not tested with drafts on a "

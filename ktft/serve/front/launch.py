@@ -82,7 +82,8 @@ class Server:
         settings = replace(
             settings,
             status_path=str(place.status),
-            one_at_a_time=found.gpu,
+            max_adapters=settings.max_adapters
+            or (max(1, len(settings.adapters)) if found.gpu else config.MAX_ADAPTERS),
             hosts=names_of(options.host, options.allowed_hosts),
             origins=self.engine.allowed_origins(options.extra),
             parent=os.getpid(),

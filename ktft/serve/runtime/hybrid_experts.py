@@ -32,6 +32,7 @@ from ktft.serve.runtime.heat import Heat
 from ktft.serve.runtime.resident_experts import HotExperts, handover, operations
 from ktft.serve.runtime.served_model import ServedModel
 from ktft.serve.runtime.settings import GRAPH_TOKENS, ServeSettings
+from ktft.serve.runtime.step_adapters import BASE
 from ktft.system import readable
 
 logger = logging.getLogger("ktft")
@@ -46,55 +47,53 @@ cache."""
 
 
 class HybridExperts:
-    """The routed experts of layer `number`, which is at `place` among the model's layers with experts."""
+    """The routed experts of layer `number`, which is at `place` among the model's layers with experts.
+
+    Attributes:
+        loras: the layer's LoRA of each adapter, by the adapter's number.
+    """
 
     def __init__(self, model: HybridModel, number: int, place: int, layer: ExpertLayer) -> None:
         self.model, self.place, self.layer = model, place, layer
-        self.lora: ExpertLora | None = None
+        self.loras: dict[int, ExpertLora] = {}
         self._laned = LanedExperts(model.lanes, layer, number, "none", seen=partial(model.heat.add, place))
 
-    def __call__(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, valid: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted sum over the chosen experts, in the dtype of `hidden_states`.
 
         Args:
             hidden_states: `[T, H]` on the model's device, in its dtype.
             top_k_index: `[T, k]` int32 or int64; top_k_weights: `[T, k]` float.
-            valid: `[T]` bool: False for padding, whose output is zero. Without it padding is computed like any token.
 
         Raises:
             ValueError: a CUDA graph of more than `max_tokens` is captured. In a call with more tokens: an expert number
                 is out of range, or hidden states hold NaN or Inf.
             HostExpertsError: a call before this one failed.
         """
-        tokens = len(hidden_states)
+        tokens, step = len(hidden_states), self.model.step
         if tokens <= self.model.max_tokens:
-            if valid is not None:
-                top_k_index = top_k_index.masked_fill(~valid[:, None], ELSEWHERE)
-            return self._few(hidden_states.contiguous(), top_k_index.contiguous(), top_k_weights.float().contiguous())
+            of_token = step.of_token[:tokens] if step.mixed and step.of_token is not None else None
+            return self._few(hidden_states, top_k_index, top_k_weights, of_token)
         if self.model.capturing():
             raise ValueError(
                 f"{self.layer.name}: a CUDA graph of {tokens} tokens is captured, the experts take graphs of at most "
                 f"{self.model.max_tokens}; have the engine capture no larger ones, or raise max_tokens"
             )
-        if valid is None:
-            return self._many(hidden_states, top_k_index, top_k_weights)
-        out, rows = torch.zeros_like(hidden_states), valid.nonzero().flatten()
-        out[rows] = self._many(hidden_states[rows], top_k_index[rows], top_k_weights[rows])
-        return out
+        return self._many(hidden_states, top_k_index.long(), top_k_weights)
 
-    def _few(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def _few(self, hidden: Tensor, index: Tensor, weights: Tensor, of_token: Tensor | None) -> Tensor:
         if not len(hidden):
             return torch.empty_like(hidden)
+        hidden, index, weights = hidden.contiguous(), index.contiguous(), weights.float().contiguous()
         model, host, device = self.model, self.model.host, device_of(self.model.device)
         stream = device.handle(device.current_stream())
         hot = None if model.hot is None else model.hot.layers[self.place]
         if model.handover is not None:
-            place = host.place(self.layer, hidden, index, weights, stream=stream)
-            mine = model.handover.send(hot, place, hidden, index, weights)
-            host.submit_in_place(self.layer, len(hidden), index.dtype, stream=stream)
-            part = None if hot is None or mine is None else model.ops.forward(hot, hidden, mine, weights)
+            place = host.place(self.layer, hidden, index, weights, of_token, stream=stream)
+            mine = model.handover.send(hot, place, hidden, index, weights, of_token)
+            adapters = of_token is not None
+            host.submit_in_place(self.layer, len(hidden), index.dtype, adapters=adapters, stream=stream)
+            part = None if hot is None or mine is None else model.ops.forward(hot, hidden, mine, weights, of_token)
             host.wait_in_place(self.layer, len(hidden), stream=stream)
             return model.handover.receive(place, part, hidden)
         blocks = away = index
@@ -104,13 +103,13 @@ class HybridExperts:
         if model.defers(self.place):
             light = lowest(weights, model.deferral)
             late, away = away.masked_fill(~light, ELSEWHERE), away.masked_fill(light, ELSEWHERE)
-        host.submit(self.layer, hidden, away, weights, slot=0, stream=stream)
-        parts = [] if hot is None else [model.ops.forward(hot, hidden, blocks, weights)]
+        host.submit(self.layer, hidden, away, weights, of_token, slot=0, stream=stream)
+        parts = [] if hot is None else [model.ops.forward(hot, hidden, blocks, weights, of_token)]
         owed = model.take_owed(self.place, len(hidden))
         if owed is not None:
             parts.append(host.wait(owed, len(hidden), slot=1, stream=stream))
         if late is not None:
-            host.submit(self.layer, hidden, late, weights, slot=1, stream=stream)
+            host.submit(self.layer, hidden, late, weights, of_token, slot=1, stream=stream)
             model.owed = self.layer, len(hidden)
         parts.append(host.wait(self.layer, len(hidden), slot=0, stream=stream))
         total = parts[0]
@@ -122,11 +121,35 @@ class HybridExperts:
         if self.place == 0:
             self.model.between_steps()
         with torch.no_grad():
-            out = self._laned(self.model.running, hidden, index.long(), weights, self.lora)
+            out = self._by_adapter(hidden, index, weights) if self.model.step.active else None
+            if out is None:
+                out = self._laned(self.model.running, hidden, index, weights, None)
         if self.place == 0:
             self.model.host.check()  # the lanes have waited for all work queued before them
         if self.place == len(self.model.layers) - 1:
             self.model.lanes.end_step()
+        return out
+
+    def _by_adapter(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
+        """The tokens of each adapter through the lanes, or, where they are few, together with those of others.
+
+        None if no adapter of the step has LoRA on these experts.
+        """
+        step, most = self.model.step, self.model.max_tokens
+        groups = step.groups(len(hidden), self.layer.name, self.loras)
+        if [number for number, _ in groups] == [BASE]:
+            return None
+        if len(groups) == 1:
+            return self._laned(self.model.running, hidden, index, weights, self.loras[groups[0][0]])
+        out = torch.empty_like(hidden)
+        for number, rows in groups:
+            if len(rows) > most:
+                given = hidden[rows], index[rows], weights[rows]
+                out[rows] = self._laned(self.model.running, *given, self.loras.get(number))
+        few = [rows for _, rows in groups if len(rows) <= most]
+        assert step.of_token is not None
+        for rows in torch.cat(few).split(most) if few else ():
+            out[rows] = self._few(hidden[rows], index[rows], weights[rows], step.of_token[rows])
         return out
 
 
@@ -144,6 +167,8 @@ class HybridModel(ServedModel):
         gpu_expert_memory: bytes for residents and their adapters; or `auto`: half of what is left of the free memory
             after `BESIDE`.
         max_lora_rank: the largest rank of adapters; 0 if none will be served.
+        max_adapters: how many adapters may be served at once.
+        step_tokens: the tokens of the largest step, to which adapters belong.
         placement: how calls with more tokens are placed; see `ktft.config.Settings`, but `resident` is not possible.
         routing: counts of tokens that choose the residents of the start. Without it, traffic chooses them.
         deferral: how many of a token's experts, those with the least weight, decode adds one layer later.
@@ -173,6 +198,8 @@ class HybridModel(ServedModel):
         max_tokens: int = GRAPH_TOKENS,
         gpu_expert_memory: int | str = 0,
         max_lora_rank: int = 0,
+        max_adapters: int = 1,
+        step_tokens: int = 8192,
         placement: str = "auto",
         routing: Routing | None = None,
         deferral: int = 0,
@@ -205,7 +232,9 @@ class HybridModel(ServedModel):
         self.running = running
         self.ops = operations(self.device)
         self.handover = None if deferral else handover(self.device)
-        self.hot = self._residents(running.gpu, gpu_expert_memory, ordered, max_lora_rank)
+        if max_lora_rank:
+            self.step.reserve(self.device, max(step_tokens, max_tokens), max_adapters)
+        self.hot = self._residents(running.gpu, gpu_expert_memory, ordered, max_lora_rank, max_adapters)
         self.heat = Heat(ordered, self.host, self.hot, top_k)
         self.layers: dict[int, HybridExperts] = {  # type: ignore[assignment]
             n: HybridExperts(self, n, i, layers[n]) for i, n in enumerate(sorted(layers))
@@ -226,6 +255,7 @@ class HybridModel(ServedModel):
         device: torch.device | str,
         top_k: int,
         dtype: torch.dtype,
+        step_tokens: int,
     ) -> HybridModel:
         """The model that a server's settings describe. It raises as the constructor, and OSError for a lost profile."""
         routing = None
@@ -239,6 +269,8 @@ class HybridModel(ServedModel):
             dtype=dtype,
             gpu_expert_memory=settings.gpu_expert_memory,
             max_lora_rank=settings.max_lora_rank if settings.adapter_slots else 0,
+            max_adapters=settings.adapter_places,
+            step_tokens=step_tokens,
             routing=routing,
             deferral=settings.deferral,
             activation_bits=settings.activation_bits,
@@ -246,7 +278,7 @@ class HybridModel(ServedModel):
         )
 
     def _residents(
-        self, lane: GpuLane, memory: int | str, layers: Sequence[ExpertLayer], max_rank: int
+        self, lane: GpuLane, memory: int | str, layers: Sequence[ExpertLayer], max_rank: int, places: int
     ) -> HotExperts | None:
         if memory == "auto":
             room = device_of(self.device).free_bytes()
@@ -257,7 +289,7 @@ class HybridModel(ServedModel):
                 return None
         if not memory:
             return None
-        hot = HotExperts(lane, int(memory), layers, max_rank)
+        hot = HotExperts(lane, int(memory), layers, max_rank, places)
         logger.info("%s of GPU memory hold resident experts", readable(hot.bytes))
         return hot
 
@@ -266,9 +298,13 @@ class HybridModel(ServedModel):
         first = next(iter(self.layers.values()))
         experts = first.layer.num_experts
         drawn: Any = {"device": self.device, "generator": torch.Generator(self.device).manual_seed(0)}
-        for count, dtype in ((1, torch.int32), (1, torch.int64), (max(tokens, self.max_tokens + 1), torch.int64)):
+        calls = [(1, torch.int32, False), (1, torch.int64, False)]
+        if self.step.of_token is not None:
+            calls += [(1, torch.int32, True), (1, torch.int64, True)]
+        for count, dtype, mixed in [*calls, (max(tokens, self.max_tokens + 1), torch.int64, False)]:
             hidden = torch.randn(count, first.layer.hidden_size, **drawn).to(self.dtype)
             index = torch.rand(count, experts, **drawn).argsort(1)[:, : self.top_k].to(dtype)
+            self.step.mixed = mixed
             first(hidden, index, torch.full(index.shape, 1 / self.top_k, device=self.device))
         device_of(self.device).synchronize()
         self.lanes.end_step()
@@ -319,35 +355,44 @@ class HybridModel(ServedModel):
         """After the device has passed a step: raise what its CPU experts met; its output is wrong then."""
         self.host.check()
 
-    def set_lora(self, lora: Mapping[int, ExpertLora] | None, adapter: Mapping[str, Any] | None = None) -> None:
-        """As of `ServedModel`. Captured graphs compute the new adapter, too.
+    def add_adapter(self, number: int, lora: dict[int, ExpertLora], adapter: Mapping[str, Any]) -> None:
+        """As of `ServedModel`, but `lora` stays, for the lanes. Captured graphs compute the new adapter, too.
 
         Raises:
-            ValueError: the model has no such layer, or the adapter does not fit; then the one before stays.
+            ValueError: the model has no such layer, the adapter does not fit, or there are as many as there may be;
+                then nothing has changed.
         """
-        loras = dict(lora or {})
-        odd = sorted(loras.keys() - self.layers.keys())
-        if odd:
-            raise ValueError(f"the adapter has experts of layer {odd[0]}, where the model has none")
+        self._require_layers(lora)
+        kept = {layer: self.layers[layer].layer.keep_lora(each) for layer, each in lora.items()}
         device_of(self.device).synchronize()
-        before = self.loras() or {}
+        place = self.step.take(number)
         try:
-            self._set(loras)
+            self._set_residents(place, lora)
         except Exception:
-            self._set(before)
+            self.step.leave(number)
             raise
-        self.adapter = None if lora is None else adapter
+        for layer, packed in kept.items():
+            experts = self.layers[layer]
+            self.host.set_adapter(experts.layer, place, packed)
+            experts.loras[number] = lora[layer]
+        self.adapters[number] = adapter
 
-    def add_adapter(self, number: int, lora: dict[int, ExpertLora], adapter: Mapping[str, Any]) -> None:
-        """Raises ValueError: graphs and resident experts hold one adapter, which all tokens have; see `set_lora`."""
-        raise ValueError("with a GPU one adapter is served at a time; start the server without --max-adapters")
+    def remove_adapter(self, number: int) -> None:
+        """As of `ServedModel`."""
+        if number not in self.adapters:
+            return
+        device_of(self.device).synchronize()
+        place = self.step.places[number]
+        self._set_residents(place, {})
+        for experts in self.layers.values():
+            if experts.loras.pop(number, None) is not None:
+                self.host.set_adapter(experts.layer, place, None)
+        self.step.leave(number)
+        del self.adapters[number]
 
-    def _set(self, loras: Mapping[int, ExpertLora]) -> None:
+    def _set_residents(self, place: int, lora: Mapping[int, ExpertLora]) -> None:
         if self.hot is not None:
-            self.hot.set_lora({e.place: loras[n] for n, e in self.layers.items() if n in loras})
-        for number, experts in self.layers.items():
-            self.host.set_lora(experts.layer, loras.get(number))
-            experts.lora = loras.get(number)
+            self.hot.set_adapter(place, {self.layers[layer].place: each for layer, each in lora.items()})
 
     def routing(self) -> Routing:
         """The counts so far, as a routing profile for the next start. Waits for the device."""

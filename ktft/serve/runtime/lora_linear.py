@@ -39,8 +39,7 @@ class Shared:
 
 
 class LoraLinear:
-    """B (A x) for every part of a layer's output. It is a `ktft.serve.runtime.swap.LinearSlot` and, without a fixed
-    rank, a `SharedSlot`.
+    """B (A x) for every part of a layer's output. It is a `ktft.serve.runtime.swap.LinearSlot` and a `SharedSlot`.
 
     LoRA takes x in fp32, the dtype in which PEFT holds adapters, and its sum with the product is rounded once.
 
@@ -48,18 +47,15 @@ class LoraLinear:
         layer: gets the buffers `A` and `B`.
         name: what messages call the layer.
         slot: its sizes.
-        rank: the fixed rank of all parts. Code that was captured or compiled then finds another adapter in the same
-            buffers, and zeros where there is none. None lets the rank follow the adapter, so that having none costs
-            nothing.
         step: which adapter each token has, where several are served.
     """
 
-    def __init__(self, layer: Any, name: str, slot: Slot, rank: int | None, step: StepAdapters | None = None) -> None:
+    def __init__(self, layer: Any, name: str, slot: Slot, step: StepAdapters | None = None) -> None:
         super().__init__()
         self.step = step or StepAdapters()
         self.shared: Shared | None = None
-        self.layer, self.name, self.slot, self.fixed = layer, name, slot, rank
-        self.rank = rank or 0
+        self.layer, self.name, self.slot = layer, name, slot
+        self.rank = 0
         self.device = next(layer.parameters()).device
         for buffer, tensor in zip((A, B), self.stacked([]), strict=True):
             layer.register_buffer(buffer, tensor.to(self.device), persistent=False)
@@ -108,8 +104,6 @@ class LoraLinear:
             sums.add_(linear(low[:, part], rows))
 
     def joined(self, number: int, tensors: AB) -> Shared:
-        if self.fixed:
-            raise ValueError(f"{self.name} is compiled, with room for one adapter that all tokens have")
         a, b = (each.to(self.device) for each in tensors)
         rank, parts = b.shape[1], len(self.slot.parts)
         own = Shared(a.view(parts, rank, -1), b, torch.full((rank,), number, device=self.device))
@@ -126,29 +120,31 @@ class LoraLinear:
         self.shared = state
 
     def stacked(self, slices: Sequence[SliceLora]) -> AB:
-        """Zeros, or nothing where the rank follows the adapter, for no rows."""
-        rank = self.fixed or max((len(each.a) for each in slices), default=0)
-        bounds = self.slot.bounds
-        a = torch.zeros(len(self.slot.parts) * rank, self.slot.input_size, dtype=torch.float32, device="cpu")
-        b = torch.zeros(bounds[-1], rank, dtype=torch.float32, device="cpu")
-        for each in slices:
-            b[each.start : each.stop, : each.b.shape[1]] = each.b
-            for part in range(bounds.index(each.start), bounds.index(each.stop)):
-                a[part * rank : part * rank + len(each.a)] = each.a
-        return a, b
+        return stacked(self.slot, slices)
 
     def ready(self, tensors: AB) -> AB:
         a, b = tensors
-        return (a, b) if self.fixed else (a.to(self.device), b.to(self.device))
+        return a.to(self.device), b.to(self.device)
 
     def held(self) -> AB:
-        a, b = getattr(self.layer, A), getattr(self.layer, B)
-        return (a.to("cpu", copy=True), b.to("cpu", copy=True)) if self.fixed else (a, b)
+        return getattr(self.layer, A), getattr(self.layer, B)
 
     def put(self, tensors: AB) -> None:
         for name, tensor in zip((A, B), self.ready(tensors), strict=True):
-            if self.fixed:
-                getattr(self.layer, name).copy_(tensor)
-            else:
-                setattr(self.layer, name, tensor)
+            setattr(self.layer, name, tensor)
         self.rank = tensors[1].shape[1]
+
+
+def stacked(slot: Slot, slices: Sequence[SliceLora]) -> AB:
+    """LoRA on these rows of a layer's output as A `[parts * rank, input_size]` and B `[output_size, rank]`, fp32.
+
+    They are in CPU memory, with zeros where there is no LoRA. The rank is the largest of the slices'.
+    """
+    rank, bounds = max((len(each.a) for each in slices), default=0), slot.bounds
+    a = torch.zeros(len(slot.parts) * rank, slot.input_size, dtype=torch.float32, device="cpu")
+    b = torch.zeros(bounds[-1], rank, dtype=torch.float32, device="cpu")
+    for each in slices:
+        b[each.start : each.stop, : each.b.shape[1]] = each.b
+        for part in range(bounds.index(each.start), bounds.index(each.stop)):
+            a[part * rank : part * rank + len(each.a)] = each.a
+    return a, b

@@ -75,8 +75,8 @@ class HotLayer:
         table: `[E]` int32: each expert's block, -1 if it is not resident.
         heat: `[E]` int64: (token, expert) pairs of residents in calls with few tokens.
         stack: the layout of adapters; None if none will be served.
-        stacks: bf16 `[blocks, size]`: the adapters of all layers.
-        ranks: `[3]` int32, in the order of `PROJECTIONS`: the ranks of the adapter that is served, 0 without LoRA.
+        stacks: bf16 `[blocks, places, size]`: the adapters of all layers.
+        ranks: `[places, 3]` int32, the last in the order of `PROJECTIONS`: the adapters' ranks, 0 without LoRA.
     """
 
     layer: ExpertLayer
@@ -100,8 +100,13 @@ class HotOperations(Protocol):
             the residents.
         """
 
-    def forward(self, hot: HotLayer, hidden: Tensor, blocks: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The residents' part of the output, fp32 `[T, H]`, from hidden states `[T, H]` and fp32 weights `[T, k]`."""
+    def forward(
+        self, hot: HotLayer, hidden: Tensor, blocks: Tensor, top_k_weights: Tensor, of_token: Tensor | None = None
+    ) -> Tensor:
+        """The residents' part of the output, fp32 `[T, H]`, from hidden states `[T, H]` and fp32 weights `[T, k]`.
+
+        `of_token`, `[T]` int32, is the place of each token's adapter, -1 for none; no token has one without it.
+        """
 
 
 def operations(device: torch.device) -> HotOperations:
@@ -114,7 +119,13 @@ class Handover(Protocol):
     """The module `ktft.serve.runtime.triton_handover`, which see."""
 
     def send(
-        self, hot: HotLayer | None, place: CallPlace, hidden: Tensor, index: Tensor, weights: Tensor
+        self,
+        hot: HotLayer | None,
+        place: CallPlace,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        of_token: Tensor | None = None,
     ) -> Tensor | None: ...
 
     def receive(self, place: CallPlace, part: Tensor | None, hidden: Tensor) -> Tensor: ...
@@ -138,6 +149,7 @@ class HotExperts:
         budget: bytes for blocks and adapters.
         layers: the model's layers with experts, in order.
         max_rank: the largest rank of adapters; 0 if none will be served.
+        places: how many adapters there may be.
 
     Attributes:
         residents: which experts are resident.
@@ -150,22 +162,24 @@ class HotExperts:
         ValueError: not even one expert fits the budget.
     """
 
-    def __init__(self, lane: GpuLane, budget: int, layers: Sequence[ExpertLayer], max_rank: int = 0) -> None:
+    def __init__(
+        self, lane: GpuLane, budget: int, layers: Sequence[ExpertLayer], max_rank: int = 0, places: int = 1
+    ) -> None:
         stacks = [Stack.of(layer, max_rank) if max_rank else None for layer in layers]
         width = max(stack.size if stack else 0 for stack in stacks)
         packed = max(layer.packed_bytes // layer.num_experts for layer in layers)
         self._lane = lane
-        self.residents = Residents(lane, budget * packed // (packed + 2 * width), layers)
+        self.residents = Residents(lane, budget * packed // (packed + 2 * places * width), layers)
         arena, most = self.residents.arena, max(layer.num_experts for layer in layers)
         new = arena.new_zeros
-        self.stacks = new(len(arena), width, dtype=torch.bfloat16) if max_rank else None
+        self.stacks = new(len(arena), places, width, dtype=torch.bfloat16) if max_rank else None
         self.bytes = self.residents.bytes + (0 if self.stacks is None else self.stacks.nbytes)
         self._tables = new(len(layers), most, dtype=torch.int32).fill_(-1)
         self.heat = new(len(layers), most, dtype=torch.int64)
-        self._ranks = new(len(layers), len(PROJECTIONS), dtype=torch.int32)
+        self._ranks = new(len(layers), places, len(PROJECTIONS), dtype=torch.int32)
         self._shown: list[dict[int, int]] = [{} for _ in layers]
         self._followed = 0
-        self._lora: Mapping[int, ExpertLora] = {}
+        self._adapters: dict[int, Mapping[int, ExpertLora]] = {}
         self.layers = [
             self._layer(i, layer, stack) for i, (layer, stack) in enumerate(zip(layers, stacks, strict=True))
         ]
@@ -202,7 +216,7 @@ class HotExperts:
             shown = {expert: slot for expert, slot in before.items() if now.get(expert) == slot}
             if arrived:
                 comers = [expert for expert in now if expert not in shown]
-                self._write(i, comers)
+                self._write(i, comers, *self._adapters)
                 shown |= {expert: now[expert] for expert in comers}
             changed |= shown != before
             self._shown[i] = shown
@@ -213,13 +227,15 @@ class HotExperts:
                     row[expert] = slot
             self._tables.copy_(self._pinned(table), non_blocking=True)
 
-    def set_lora(self, loras: Mapping[int, ExpertLora]) -> None:
-        """Between two steps: change the adapters, by a layer's place among `layers`. Captured graphs use them at once.
+    def set_adapter(self, place: int, loras: Mapping[int, ExpertLora]) -> None:
+        """Between two steps: change the adapter of a place, by a layer's place among `layers`; none of them is none.
+
+        Captured graphs use it at once.
 
         Raises:
-            ValueError: there is no room for a rank.
+            ValueError: there is no room for a rank. Nothing has changed.
         """
-        ranks = torch.zeros(self._ranks.shape, dtype=torch.int32)
+        ranks = torch.zeros(len(self.layers), len(PROJECTIONS), dtype=torch.int32)
         for i, lora in loras.items():
             hot = self.layers[i]
             room = hot.stack.width if hot.stack else 0
@@ -231,27 +247,31 @@ class HotExperts:
                         f"{room}; start the server with a larger max_lora_rank"
                     )
                 ranks[i, PROJECTIONS.index(name)] = rank
-        self._lora = loras
+        self._adapters[place] = loras
         for i, shown in enumerate(self._shown):
-            self._write(i, list(shown))
-        self._ranks.copy_(self._pinned(ranks), non_blocking=True)
+            self._write(i, list(shown), place)
+        self._ranks[:, place].copy_(self._pinned(ranks), non_blocking=True)
 
-    def _write(self, number: int, experts: Sequence[int]) -> None:
+    def _write(self, number: int, experts: Sequence[int], *places: int) -> None:
         """Copy their adapters to the stacks, without more memory of the device. No kernel reads beyond a rank."""
-        lora, hot = self._lora.get(number), self.layers[number]
-        if lora is None or hot.stack is None or not experts or self.stacks is None:
-            return
+        hot = self.layers[number]
         stack, slots = hot.stack, self.residents.slots(hot.layer)
-        rows = torch.zeros(len(experts), self.stacks.shape[1], dtype=torch.bfloat16)
-        for name, pair in lora.pairs.items():
-            inputs, outputs = _sizes(hot.layer, name)
-            rank = pair.a.shape[1]
-            a = rows[:, stack.a[name] :][:, : stack.width * inputs].view(-1, stack.width, inputs)
-            b = rows[:, stack.b[name] :][:, : stack.width * outputs].view(-1, outputs, stack.width)
-            a[:, :rank] = pair.a.detach()[list(experts)]
-            b[:, :, :rank] = pair.b.detach()[list(experts)].float() * pair.scaling
-        for expert, row in zip(experts, self._pinned(rows), strict=True):
-            self.stacks[slots[expert]].copy_(row, non_blocking=True)
+        if stack is None or self.stacks is None or not experts:
+            return
+        for place in places:
+            lora = self._adapters.get(place, {}).get(number)
+            if lora is None:
+                continue
+            rows = torch.zeros(len(experts), self.stacks.shape[-1], dtype=torch.bfloat16)
+            for name, pair in lora.pairs.items():
+                inputs, outputs = _sizes(hot.layer, name)
+                rank = pair.a.shape[1]
+                a = rows[:, stack.a[name] :][:, : stack.width * inputs].view(-1, stack.width, inputs)
+                b = rows[:, stack.b[name] :][:, : stack.width * outputs].view(-1, outputs, stack.width)
+                a[:, :rank] = pair.a.detach()[list(experts)]
+                b[:, :, :rank] = pair.b.detach()[list(experts)].float() * pair.scaling
+            for expert, row in zip(experts, self._pinned(rows), strict=True):
+                self.stacks[slots[expert], place].copy_(row, non_blocking=True)
 
     def _pinned(self, values: Tensor) -> Tensor:
         """Values in memory from which the device copies in the order of the current stream, while the host goes on."""

@@ -136,6 +136,11 @@ class ServeSettings:
         return 1 if self.one_at_a_time else self.max_adapters or MAX_ADAPTERS
 
     @property
+    def adapter_places(self) -> int:
+        """For how many adapters a GPU has memory: one more, so that a new one can take the place of another."""
+        return self.most_adapters + self.adapter_swap
+
+    @property
     def first_name(self) -> str:
         """What the engine calls its own model: the base, or the adapter that is served instead."""
         return self.adapters[0][0] if self.one_at_a_time and self.adapters else self.base_name

@@ -23,7 +23,9 @@ def route(hot: HotLayer, top_k_index: Tensor) -> tuple[Tensor, Tensor]:
     return blocks, top_k_index.masked_fill(here, ELSEWHERE)
 
 
-def forward(hot: HotLayer, hidden: Tensor, blocks: Tensor, top_k_weights: Tensor) -> Tensor:
+def forward(
+    hot: HotLayer, hidden: Tensor, blocks: Tensor, top_k_weights: Tensor, of_token: Tensor | None = None
+) -> Tensor:
     """See `HotOperations`."""
     out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     weights = ChunkWeights.empty(hot.layer, 1, None, hidden.device)
@@ -31,13 +33,14 @@ def forward(hot: HotLayer, hidden: Tensor, blocks: Tensor, top_k_weights: Tensor
     for token in range(blocks.shape[0]):
         for j in range(blocks.shape[1]):
             block = blocks[token, j].clamp(min=0).long()
-            y = _expert(hot, weights, hidden[token].float(), block)
+            place = None if of_token is None else of_token[token]
+            y = _expert(hot, weights, hidden[token].float(), block, place)
             out[token] += torch.where(here[token, j], y * top_k_weights[token, j], 0)
     return out
 
 
-def _expert(hot: HotLayer, weights: ChunkWeights, x: Tensor, block: Tensor) -> Tensor:
-    """The output of one resident for one token."""
+def _expert(hot: HotLayer, weights: ChunkWeights, x: Tensor, block: Tensor, place: Tensor | None) -> Tensor:
+    """The output of one resident for one token, whose adapter has this place."""
     count = hot.slices[0][1].numel() // hot.block_bytes
     packed = [
         bytes_.as_strided((count, part.expert_bytes), (hot.block_bytes, 1))[block][None] for part, bytes_ in hot.slices
@@ -45,10 +48,10 @@ def _expert(hot: HotLayer, weights: ChunkWeights, x: Tensor, block: Tensor) -> T
     decode(hot.layer.format, [part for part, _ in hot.slices], packed, weights, torch_ops)
     swiglu = hot.layer.swiglu
     gate, up = _outputs(weights.gate_up, x).chunk(2)
-    gate, up = gate + _lora(hot, block, "gate_proj", x), up + _lora(hot, block, "up_proj", x)
+    gate, up = gate + _lora(hot, block, place, "gate_proj", x), up + _lora(hot, block, place, "up_proj", x)
     gate, up = gate.clamp(max=swiglu.gate_most), up.clamp(-swiglu.limit, swiglu.limit) + swiglu.shift
     h = gate * torch.sigmoid(swiglu.alpha * gate + swiglu.cubic * gate**3) * up
-    return _outputs(weights.down, h) + _lora(hot, block, "down_proj", h)
+    return _outputs(weights.down, h) + _lora(hot, block, place, "down_proj", h)
 
 
 def _outputs(matrix: ChunkMatrix, x: Tensor) -> Tensor:
@@ -59,13 +62,15 @@ def _outputs(matrix: ChunkMatrix, x: Tensor) -> Tensor:
     return y if matrix.scale is None else y * matrix.scale[0]
 
 
-def _lora(hot: HotLayer, block: Tensor, name: str, x: Tensor) -> Tensor | float:
+def _lora(hot: HotLayer, block: Tensor, place: Tensor | None, name: str, x: Tensor) -> Tensor | float:
     """scaling · B A x. Places beyond the rank are left out: they may still hold what another adapter had there."""
-    if hot.stack is None or hot.stacks is None:
+    if place is None or hot.stack is None or hot.stacks is None:
         return 0.0
-    stack, mine = hot.stack, hot.stacks[block]
+    at = place.clamp(min=0).long()
+    stack, mine = hot.stack, hot.stacks[block, at]
     a = mine[stack.a[name] :][: stack.width * len(x)].view(stack.width, len(x)).float()
     outputs = hot.layer.hidden_size if name == "down_proj" else hot.layer.intermediate_size
     b = mine[stack.b[name] :][: stack.width * outputs].view(outputs, stack.width).float()
-    inside = torch.arange(stack.width, device=x.device) < hot.ranks[PROJECTIONS.index(name)]
-    return b @ torch.where(inside, a @ x, 0)
+    rank = hot.ranks[at, PROJECTIONS.index(name)].where(place >= 0, 0)
+    inside = torch.arange(stack.width, device=x.device) < rank
+    return b.where(inside, 0) @ torch.where(inside, a @ x, 0)

@@ -22,16 +22,19 @@ BLOCK = 1024
 
 
 # What differs from call to call must not need a new kernel: none can be compiled while a graph is captured
-@triton.jit(do_not_specialize_on_alignment=("hidden", "index", "weights"))
+@triton.jit(do_not_specialize_on_alignment=("hidden", "index", "weights", "of_token"))
 def _send(
-    hidden, index, weights, table, slots, heat, to_hidden, to_index, to_weights, experts, top_k, cols,
-    RESIDENTS: tl.constexpr, ROUTES: tl.constexpr, BLOCK: tl.constexpr,
+    hidden, index, weights, of_token, table, slots, heat, to_hidden, to_index, to_weights, to_of_token, experts, top_k,
+    cols,
+    RESIDENTS: tl.constexpr, ADAPTERS: tl.constexpr, ROUTES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(hidden + token * cols + col, mask=col < cols)
     tl.store(to_hidden + token * cols + col, value, mask=col < cols)
     if tl.program_id(1) == 0:
+        if ADAPTERS:
+            tl.store(to_of_token + token, tl.load(of_token + token))
         pair = token * top_k + tl.arange(0, ROUTES)
         inside = tl.arange(0, ROUTES) < top_k
         expert = tl.load(index + pair, mask=inside, other=_ELSEWHERE)
@@ -55,12 +58,20 @@ def _receive(part, sent, out, count, ADDS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
 
 
-def send(hot: HotLayer | None, place: CallPlace, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
+def send(
+    hot: HotLayer | None,
+    place: CallPlace,
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    of_token: Tensor | None = None,
+) -> Tensor | None:
     """Write a call's inputs to the CPU's memory, with `ELSEWHERE` in place of residents, and count the residents' heat.
 
     Args:
         hot: the layer's residents, if it has any.
         hidden, index, weights: `[T, H]`, `[T, k]` and fp32 `[T, k]`, contiguous.
+        of_token: `[T]` int32: the place of each token's adapter, -1 for none. Without it no place is written.
 
     Returns:
         The blocks of the residents, as `HotOperations.route` does.
@@ -69,8 +80,9 @@ def send(hot: HotLayer | None, place: CallPlace, hidden: Tensor, index: Tensor, 
     blocks = None if hot is None else torch.empty(index.shape, dtype=torch.int32, device=index.device)
     table, heat, experts = (None, None, 0) if hot is None else (hot.table, hot.heat, len(hot.table))
     _send[(tokens, cdiv(cols, BLOCK))](
-        hidden, index, weights, table, blocks, heat, place.hidden, place.index.view(index.dtype), place.weights,
-        experts, top_k, cols, RESIDENTS=hot is not None, ROUTES=power_of_2(top_k), BLOCK=BLOCK,
+        hidden, index, weights, of_token, table, blocks, heat, place.hidden, place.index.view(index.dtype),
+        place.weights, place.of_token, experts, top_k, cols,
+        RESIDENTS=hot is not None, ADAPTERS=of_token is not None, ROUTES=power_of_2(top_k), BLOCK=BLOCK,
     )  # fmt: skip
     return blocks
 

@@ -26,7 +26,7 @@ RANKS = 16
 # What differs from call to call must not need a new kernel: none can be compiled while a graph is captured
 UNSPECIALIZED = {
     "do_not_specialize": ("pairs", "experts", "top_k", "per_token", "first"),
-    "do_not_specialize_on_alignment": ("index", "weights", "low"),
+    "do_not_specialize_on_alignment": ("index", "weights", "low", "of_token"),
 }
 
 
@@ -115,17 +115,18 @@ def _lora(b, row, low, rank, width, RANKS: tl.constexpr):
 
 @triton.jit(**UNSPECIALIZED)
 def _low_rank(
-    x, x_row, per_token, slots, stacks, stack, offsets, ranks, first, out, width, cols,
+    x, x_row, per_token, slots, of_token, stacks, stack, places, offsets, ranks, first, out, width, cols, top_k,
     RANKS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """out `[pairs, M, width]` = A x, for M projections whose A lie at `offsets` in the stack of the pair's slot."""
     pair = tl.program_id(0)
     slot = tl.load(slots + pair).to(tl.int64)
+    place = tl.load(of_token + pair // top_k)
     which = tl.program_id(2)
-    rank = tl.load(ranks + first + which)
+    rank = tl.load(ranks + place * 3 + first + which, mask=place >= 0, other=0)
     row = tl.program_id(1) * RANKS
     if (slot >= 0) & (row < rank):
-        a = stacks + slot * stack
+        a = stacks + (slot * places + place) * stack
         if len(offsets) == 2:
             a += tl.where(which == 0, offsets[0], offsets[1])
         else:
@@ -144,7 +145,7 @@ def _low_rank(
 @triton.jit(**UNSPECIALIZED)
 def _gate_up(
     hidden, top_k, slots, codes, floats, halves, block_codes, block_floats, begin, strip_codes,
-    tiles, scales, biases, stacks, stack, b, ranks, low, width, out, intermediate, cols,
+    tiles, scales, biases, of_token, stacks, stack, places, b, ranks, low, width, out, intermediate, cols,
     alpha, limit, shift, cubic, gate_limit,
     CODES: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr, TILE: tl.constexpr,
     NIBBLES: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, LORA: tl.constexpr, RANKS: tl.constexpr,
@@ -165,10 +166,12 @@ def _gate_up(
         )  # fmt: skip
         row = begin + strip * 16
         if LORA:
-            mine = stacks + slot * stack
-            low += pair.to(tl.int64) * 2 * width
-            gate += _lora(mine + b[0], row, low, tl.load(ranks), width, RANKS)
-            up += _lora(mine + b[1], row, low + width, tl.load(ranks + 1), width, RANKS)
+            place = tl.load(of_token + pair // top_k)
+            if place >= 0:
+                mine = stacks + (slot * places + place) * stack
+                low += pair.to(tl.int64) * 2 * width
+                gate += _lora(mine + b[0], row, low, tl.load(ranks + place * 3), width, RANKS)
+                up += _lora(mine + b[1], row, low + width, tl.load(ranks + place * 3 + 1), width, RANKS)
         g = tl.minimum(gate, gate_limit)
         u = tl.minimum(tl.maximum(up, -limit), limit) + shift
         tl.store(
@@ -180,7 +183,7 @@ def _gate_up(
 @triton.jit(**UNSPECIALIZED)
 def _down(
     h, top_k, slots, weights, codes, floats, halves, block_codes, block_floats, begin, strip_codes,
-    tiles, scales, biases, stacks, stack, b, ranks, low, width, out, intermediate, cols, rows,
+    tiles, scales, biases, of_token, stacks, stack, places, b, ranks, low, width, out, intermediate, cols, rows,
     CODES: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr, TILE: tl.constexpr,
     NIBBLES: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, LORA: tl.constexpr, ADDS: tl.constexpr,
     RANKS: tl.constexpr, COLS: tl.constexpr,
@@ -189,6 +192,8 @@ def _down(
     token, strip = tl.program_id(0).to(tl.int64), tl.program_id(1)
     to = out + token * rows + strip * 16 + tl.arange(0, 16)
     total = tl.zeros((16,), tl.float32)
+    if LORA:
+        place = tl.load(of_token + token)
     if ADDS:
         total = tl.load(to)
     for j in range(0, top_k):
@@ -200,9 +205,10 @@ def _down(
                 biases[0], strip, h + pair * intermediate + begin, cols,
                 CODES, TABLE, UNIT, SCALES, TILE, NIBBLES, SCALED, BIASED, COLS,
             )  # fmt: skip
-            if LORA:
-                mine = stacks + slot * stack + b[0]
-                y += _lora(mine, strip * 16, low + pair * width, tl.load(ranks + 2), width, RANKS)
+            if LORA:  # noqa: SIM102  without it there is nothing to compile below
+                if place >= 0:
+                    mine = stacks + (slot * places + place) * stack + b[0]
+                    y += _lora(mine, strip * 16, low + pair * width, tl.load(ranks + place * 3 + 2), width, RANKS)
             total += y * tl.load(weights + pair)
     tl.store(to, total)
 
@@ -216,28 +222,30 @@ def route(hot: HotLayer, top_k_index: Tensor) -> tuple[Tensor, Tensor]:
     return blocks, away
 
 
-def forward(hot: HotLayer, hidden: Tensor, blocks: Tensor, top_k_weights: Tensor) -> Tensor:
+def forward(
+    hot: HotLayer, hidden: Tensor, blocks: Tensor, top_k_weights: Tensor, of_token: Tensor | None = None
+) -> Tensor:
     """See `HotOperations`."""
     hidden, top_k_weights = hidden.contiguous(), top_k_weights.contiguous()
     (tokens, cols), top_k, intermediate = hidden.shape, blocks.shape[1], hot.layer.intermediate_size
     swiglu, pairs = hot.layer.swiglu, blocks.numel()
     h = torch.empty(pairs, intermediate, dtype=torch.float32, device=hidden.device)
     out = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
-    low = _low(hot, hidden, blocks, top_k, ("gate_proj", "up_proj"))
+    low = _low(hot, hidden, blocks, of_token, top_k, ("gate_proj", "up_proj"))
     for part, memory in hot.slices:
         gate, up = part.matrices["gate_proj"], part.matrices["up_proj"]
         _gate_up[(pairs, part.width // 16)](
             hidden, top_k, blocks, *_packed(hot, memory, part.begin, (gate, up)),
-            *_adapters(hot, ("gate_proj", "up_proj"), low), h, intermediate, cols,
+            *_adapters(hot, of_token, ("gate_proj", "up_proj"), low), h, intermediate, cols,
             swiglu.alpha, swiglu.limit, swiglu.shift, swiglu.cubic, swiglu.gate_most, **_constants(hot, gate),
             LORA=low is not None,
         )  # fmt: skip
-    low = _low(hot, h, blocks, 1, ("down_proj",))
+    low = _low(hot, h, blocks, of_token, 1, ("down_proj",))
     for i, (part, memory) in enumerate(hot.slices):
         down = part.matrices["down_proj"]
         _down[(tokens, cols // 16)](
             h, top_k, blocks, top_k_weights, *_packed(hot, memory, part.begin, (down,)),
-            *_adapters(hot, ("down_proj",), low), out, intermediate, part.width, cols,
+            *_adapters(hot, of_token, ("down_proj",), low), out, intermediate, part.width, cols,
             **_constants(hot, down), LORA=low is not None and i == 0, ADDS=i > 0,
         )  # fmt: skip
     return out
@@ -269,21 +277,24 @@ def _constants(hot: HotLayer, matrix: PackedMatrix) -> dict[str, Any]:
     }
 
 
-def _low(hot: HotLayer, x: Tensor, blocks: Tensor, per_token: int, names: tuple[str, ...]) -> Tensor | None:
-    """A x for the residents, fp32 `[pairs, projections, width]`; None where no adapter is served."""
-    if hot.stack is None or hot.stacks is None:
+def _low(
+    hot: HotLayer, x: Tensor, blocks: Tensor, of_token: Tensor | None, per_token: int, names: tuple[str, ...]
+) -> Tensor | None:
+    """A x for the residents, fp32 `[pairs, projections, width]`; None where no token has an adapter."""
+    if of_token is None or hot.stack is None or hot.stacks is None:
         return None
     pairs, width = blocks.numel(), hot.stack.width
     out = torch.empty(pairs, len(names), width, dtype=torch.float32, device=x.device)
     _low_rank[(pairs, width // RANKS, len(names))](
-        x, x.shape[1], per_token, blocks, hot.stacks, hot.stacks.shape[1], tuple(hot.stack.a[name] for name in names),
-        hot.ranks, 2 if names == ("down_proj",) else 0, out, width, x.shape[1], RANKS=RANKS, COLS=COLS,
+        x, x.shape[1], per_token, blocks, of_token, hot.stacks, hot.stacks.shape[2], hot.stacks.shape[1],
+        tuple(hot.stack.a[name] for name in names), hot.ranks, 2 if names == ("down_proj",) else 0, out, width,
+        x.shape[1], blocks.shape[1], RANKS=RANKS, COLS=COLS,
     )  # fmt: skip
     return out
 
 
-def _adapters(hot: HotLayer, names: tuple[str, ...], low: Tensor | None) -> tuple[Any, ...]:
+def _adapters(hot: HotLayer, of_token: Tensor | None, names: tuple[str, ...], low: Tensor | None) -> tuple[Any, ...]:
     if low is None or hot.stack is None or hot.stacks is None:
-        return None, 0, tuple(0 for _ in names), None, None, 0
+        return None, None, 0, 0, tuple(0 for _ in names), None, None, 0
     places = tuple(hot.stack.b[name] for name in names)
-    return hot.stacks, hot.stacks.shape[1], places, hot.ranks, low, hot.stack.width
+    return of_token, hot.stacks, hot.stacks.shape[2], hot.stacks.shape[1], places, hot.ranks, low, hot.stack.width

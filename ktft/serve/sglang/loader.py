@@ -52,7 +52,7 @@ class SglangModelLoader(DefaultModelLoader):
         served = self._weights.load_experts(status.advance)
         serve(served)
         if settings.adapter_slots:
-            add_slots(model, None, served.step)
+            add_slots(model, served.step)
         for number, (name, path) in enumerate(settings.adapters, start=1):
             status.write(Progress(f"Loading the adapter {name}"))
             set_adapter(model, path) if settings.one_at_a_time else add(model, number, path)

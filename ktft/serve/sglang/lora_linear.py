@@ -45,13 +45,13 @@ class SglangLinearMethod(UnquantizedLinearMethod):
         return out if self.lora is None else self.lora.add(x, out)
 
 
-def add_slots(model: nn.Module, rank: int | None, step: StepAdapters) -> None:
-    """Give every linear layer that can have LoRA a slot. `rank` and `step` are those of `LoraLinear`."""
+def add_slots(model: nn.Module, step: StepAdapters) -> None:
+    """Give every linear layer that can have LoRA a slot. `step` is that of `LoraLinear`."""
     for name, layer in linear_layers(model):
         if refusal(layer) is None:
             parts = getattr(layer, "output_partition_sizes", None) or [layer.output_size]
             slot = Slot(layer.input_size, tuple(parts))
-            layer.quant_method.lora = LoraLinear(layer, name, slot, rank, step)
+            layer.quant_method.lora = LoraLinear(layer, name, slot, step)
 
 
 def linear_layers(model: nn.Module) -> list[tuple[str, Any]]:

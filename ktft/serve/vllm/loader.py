@@ -78,13 +78,14 @@ class KtftModelLoader(BaseModelLoader):
                 status.write(Progress("Taking GPU memory for experts"))
                 first = next(module for module in model.modules() if isinstance(module, RoutedExperts))
                 top_k = first.moe_config.experts_per_token
-                served = HybridModel.of(settings, weights.layers, device, top_k, model_config.dtype)
+                tokens = get_current_vllm_config().scheduler_config.max_num_batched_tokens
+                served = HybridModel.of(settings, weights.layers, device, top_k, model_config.dtype, tokens)
                 served.warm_up()
             serve(served)
             if weights.prediction:
                 KtftModelLoader._drafts = weights
             if settings.adapter_slots:
-                add_slots(model, get_current_vllm_config(), settings.max_lora_rank, served.step)
+                add_slots(model, get_current_vllm_config(), settings, served.step)
             if device.type == "cpu" and get_current_vllm_config().compilation_config.mode == CompilationMode.NONE:
                 from ktft.serve.vllm.short_paths import shorten  # vLLM 0.24, for GPUs, has other layers
 

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from torch import Tensor, nn
-from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -23,7 +23,9 @@ from vllm.model_executor.layers.linear import (
 
 from ktft.hosts.vllm import QUANT_METHOD
 from ktft.serve.runtime.lora_linear import LoraLinear
+from ktft.serve.runtime.placed_lora import PlacedLora
 from ktft.serve.runtime.served_adapter import Slot, Target
+from ktft.serve.runtime.settings import ServeSettings
 from ktft.serve.runtime.step_adapters import StepAdapters
 
 FORWARDS = (ReplicatedLinear.forward, ColumnParallelLinear.forward, RowParallelLinear.forward)
@@ -35,13 +37,12 @@ SHORTCUTS = {"DeepSeekV2FusedQkvAProjLinear": "_use_min_latency_gemm"}
 NO_SLOTS = "the server was started without room for an adapter; start it with --adapter or --adapter-swap"
 
 
-class KtftLinearMethod(LoraLinear, UnquantizedLinearMethod):
-    """The product of the layer's own method, plus LoRA; see `LoraLinear` for `rank` and `step`."""
+class KtftLinearMethod(UnquantizedLinearMethod):
+    """The product of the layer's own method, plus LoRA from the layer's slot."""
 
-    def __init__(self, layer: Any, rank: int | None, step: StepAdapters | None = None) -> None:
-        slot = Slot(layer.input_size, tuple(layer.output_partition_sizes))
-        super().__init__(layer, layer.prefix, slot, rank, step)
-        self.base = layer.quant_method
+    def __init__(self, layer: Any, lora: LoraLinear | PlacedLora) -> None:
+        super().__init__()
+        self.base, self.lora = layer.quant_method, lora
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """What the layer's own method does once its weight has been read."""
@@ -49,22 +50,26 @@ class KtftLinearMethod(LoraLinear, UnquantizedLinearMethod):
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """From inputs `[..., input_size]` to outputs `[..., output_size]`."""
-        return self.add(x, self.base.apply(layer, x, bias))
+        return self.lora.add(x, self.base.apply(layer, x, bias))
 
 
-def add_slots(model: nn.Module, config: VllmConfig, max_rank: int, step: StepAdapters) -> None:
-    """Give every linear layer that can have LoRA a `KtftLinearMethod`. Raises ValueError for several processes."""
+def add_slots(model: nn.Module, config: VllmConfig, settings: ServeSettings, step: StepAdapters) -> None:
+    """Give every linear layer that can have LoRA a slot. Raises ValueError for several processes."""
     if config.parallel_config.world_size > 1:
         raise ValueError(f"adapters are served by one process, not by {config.parallel_config.world_size}")
-    compilation = config.compilation_config
-    eager = compilation.mode == CompilationMode.NONE and compilation.cudagraph_mode == CUDAGraphMode.NONE
     left = absorbed(model)
     for name, layer in linear_layers(model):
         if name in left or refusal(layer):
             continue
         if flag := SHORTCUTS.get(type(layer).__name__):
             setattr(layer, flag, False)
-        QUANT_METHOD.put(layer, KtftLinearMethod(layer, None if eager else max_rank, step))
+        slot = Slot(layer.input_size, tuple(layer.output_partition_sizes))
+        lora = (
+            LoraLinear(layer, layer.prefix, slot, step)
+            if step.of_token is None
+            else PlacedLora(layer, layer.prefix, slot, settings.max_lora_rank, settings.adapter_places, step)
+        )
+        QUANT_METHOD.put(layer, KtftLinearMethod(layer, lora))
 
 
 def linear_layers(model: nn.Module) -> list[tuple[str, Any]]:
@@ -73,8 +78,9 @@ def linear_layers(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def slots_of(model: nn.Module) -> dict[str, Any]:
-    """The layers that have a `KtftLinearMethod`, by name."""
-    return {name: layer for name, layer in linear_layers(model) if isinstance(layer.quant_method, KtftLinearMethod)}
+    """The slots of a model, by the layer's name."""
+    methods = {name: layer.quant_method for name, layer in linear_layers(model)}
+    return {name: method.lora for name, method in methods.items() if isinstance(method, KtftLinearMethod)}
 
 
 def target_of(model: nn.Module, max_rank: int, experts: dict[int, tuple[int, int, int]]) -> Target:
@@ -84,7 +90,7 @@ def target_of(model: nn.Module, max_rank: int, experts: dict[int, tuple[int, int
         name: left.get(name) or refusal(layer) or NO_SLOTS for name, layer in linear_layers(model) if name not in slots
     }
     return Target(
-        {name: layer.quant_method.slot for name, layer in slots.items()},
+        {name: lora.slot for name, lora in slots.items()},
         refused,
         dict(getattr(model, "packed_modules_mapping", {})),
         _renaming(model),

@@ -39,7 +39,7 @@ class KtftWorker:
 
     def ktft_remove_adapter(self, number: int) -> None:
         """Take an adapter out, of which no request is in flight."""
-        remove_adapter(number, current(), _slots(self.get_model()))  # type: ignore[attr-defined]
+        remove_adapter(number, current(), slots_of(self.get_model()))  # type: ignore[attr-defined]
 
     def ktft_status(self) -> dict[str, Any]:
         """`ktft.serve.runtime.served_model.ServedModel.status`."""
@@ -51,7 +51,7 @@ def set_adapter(model: nn.Module, path: str | None) -> dict[str, Any] | None:
 
     Returns what `swap_adapter` does, and raises what it and `ServedAdapter` do.
     """
-    return swap_adapter(None if path is None else _read(model, path), current(), _slots(model))
+    return swap_adapter(None if path is None else _read(model, path), current(), slots_of(model))
 
 
 def add(model: nn.Module, number: int, path: str) -> dict[str, Any]:
@@ -59,14 +59,10 @@ def add(model: nn.Module, number: int, path: str) -> dict[str, Any]:
 
     Returns what `ktft.serve.runtime.swap.add_adapter` does, and raises what it and `ServedAdapter` do.
     """
-    return add_adapter(number, _read(model, path), current(), _slots(model))
+    return add_adapter(number, _read(model, path), current(), slots_of(model))
 
 
 def _read(model: nn.Module, path: str) -> ServedAdapter:
     settings = ServeSettings.from_env()
     target = target_of(model, settings.max_lora_rank, current().sizes())
     return ServedAdapter(Path(path), Path(settings.checkpoint), target)
-
-
-def _slots(model: nn.Module) -> dict[str, Any]:
-    return {name: layer.quant_method for name, layer in slots_of(model).items()}
