@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from ktft.checkpoint.routing_profile import Routing
-from ktft.config import Settings
+from ktft.config import PROJECTIONS, Settings
 from ktft.deferral import lowest
 from ktft.device import device_of
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.lanes import Lanes
 from ktft.lanes.layer import LanedExperts
-from ktft.lora import ExpertLora
+from ktft.lora import ExpertLora, LoraPair
 from ktft.native import ELSEWHERE, ExpertLayer
 from ktft.native.hybrid import HostExperts
 from ktft.serve.runtime.heat import Heat
@@ -120,15 +120,19 @@ class HybridExperts:
     def _many(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         if self.place == 0:
             self.model.between_steps()
-        with torch.no_grad():
-            out = self._by_adapter(hidden, index, weights) if self.model.step.active else None
-            if out is None:
-                out = self._laned(self.model.running, hidden, index, weights, None)
+        out = self._by_adapter(hidden, index, weights) if self.model.step.active else None
+        if out is None:
+            out = self.lane(hidden, index, weights)
         if self.place == 0:
             self.model.host.check()  # the lanes have waited for all work queued before them
         if self.place == len(self.model.layers) - 1:
             self.model.lanes.end_step()
         return out
+
+    @torch.no_grad()
+    def lane(self, hidden: Tensor, index: Tensor, weights: Tensor, lora: ExpertLora | None = None) -> Tensor:
+        """The output, by the lanes of a training step. Arguments as of a call, with experts in int64."""
+        return self._laned(self.model.running, hidden, index, weights, lora)
 
     def _by_adapter(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
         """The tokens of each adapter through the lanes, or, where they are few, together with those of others.
@@ -140,12 +144,11 @@ class HybridExperts:
         if [number for number, _ in groups] == [BASE]:
             return None
         if len(groups) == 1:
-            return self._laned(self.model.running, hidden, index, weights, self.loras[groups[0][0]])
+            return self.lane(hidden, index, weights, self.loras[groups[0][0]])
         out = torch.empty_like(hidden)
         for number, rows in groups:
             if len(rows) > most:
-                given = hidden[rows], index[rows], weights[rows]
-                out[rows] = self._laned(self.model.running, *given, self.loras.get(number))
+                out[rows] = self.lane(hidden[rows], index[rows], weights[rows], self.loras.get(number))
         few = [rows for _, rows in groups if len(rows) <= most]
         assert step.of_token is not None
         for rows in torch.cat(few).split(most) if few else ():
@@ -212,6 +215,7 @@ class HybridModel(ServedModel):
                 f"deferral is {deferral}; a token has {top_k} experts, of which one at least must be on time"
             )
         self.device, self.max_tokens, self.top_k, self.dtype = torch.device(device), max_tokens, top_k, dtype
+        self.max_lora_rank = max_lora_rank
         self.deferral, self.adaptive = deferral, adaptive
         ordered = [layers[number] for number in sorted(layers)]
         runtime, hidden = ordered[0].runtime, ordered[0].hidden_size
@@ -305,7 +309,10 @@ class HybridModel(ServedModel):
             hidden = torch.randn(count, first.layer.hidden_size, **drawn).to(self.dtype)
             index = torch.rand(count, experts, **drawn).argsort(1)[:, : self.top_k].to(dtype)
             self.step.mixed = mixed
-            first(hidden, index, torch.full(index.shape, 1 / self.top_k, device=self.device))
+            weights = torch.full(index.shape, 1 / self.top_k, device=self.device)
+            first(hidden, index, weights)
+        if self.max_lora_rank:
+            first.lane(hidden, index, weights, _made_up(first.layer, self.max_lora_rank))
         device_of(self.device).synchronize()
         self.lanes.end_step()
         self.heat.clear()
@@ -418,3 +425,16 @@ class HybridModel(ServedModel):
     def close(self) -> None:
         """Release threads and locked memory. No graph may be replayed after that."""
         self.host.close()
+
+
+def _made_up(layer: ExpertLayer, rank: int) -> ExpertLora:
+    """LoRA of a layer that adds nothing."""
+    sizes = {name: (layer.hidden_size, layer.intermediate_size) for name in PROJECTIONS[:2]}
+    sizes[PROJECTIONS[2]] = (layer.intermediate_size, layer.hidden_size)
+    zeros = partial(torch.zeros, dtype=torch.float32, device="cpu")
+    return ExpertLora(
+        {
+            name: LoraPair(zeros(layer.num_experts, rank, inputs), zeros(layer.num_experts, outputs, rank), 1.0)
+            for name, (inputs, outputs) in sizes.items()
+        }
+    )

@@ -17,8 +17,10 @@ from ktft.lanes.ops.triton_launch import cdiv
 from ktft.serve.runtime.placed_lora import LoraStacks
 
 RANKS = 16
-COLS = 256
+COLS = 1024
+"""Columns that a program takes at once. So few programs run that each iteration is a wait for memory."""
 ROWS = 64
+WARPS = 8
 
 
 # What differs from call to call must not need a new kernel: none can be compiled while a graph is captured
@@ -79,7 +81,7 @@ def add(stacks: LoraStacks, x: Tensor, out: Tensor, of_token: Tensor) -> None:
     low = torch.empty(tokens, parts, width, dtype=torch.float32, device=x.device)
     begins: Any = stacks.slot.bounds[:-1]
     _low_rank[(tokens, width // RANKS, parts)](
-        x, of_token, stacks.ranks, stacks.a, low, parts, width, cols, RANKS=RANKS, COLS=COLS
+        x, of_token, stacks.ranks, stacks.a, low, parts, width, cols, RANKS=RANKS, COLS=COLS, num_warps=WARPS
     )
     _add[(tokens, cdiv(rows, ROWS))](
         of_token, stacks.ranks, stacks.b, low, out, out.stride(0), begins, width, rows, RANKS=RANKS, ROWS=ROWS

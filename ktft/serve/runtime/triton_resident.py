@@ -21,6 +21,8 @@ from ktft.native.packed import PACKED_FORMATS, PackedMatrix
 from ktft.serve.runtime.resident_experts import HotLayer
 
 COLS = 256
+LOW_COLS = 1024
+"""Columns that a program of `_low_rank` takes at once: so few run that each iteration is a wait for memory."""
 WARPS = 8
 RANKS = 16
 # What differs from call to call must not need a new kernel: none can be compiled while a graph is captured
@@ -288,7 +290,7 @@ def _low(
     _low_rank[(pairs, width // RANKS, len(names))](
         x, x.shape[1], per_token, blocks, of_token, hot.stacks, hot.stacks.shape[2], hot.stacks.shape[1],
         tuple(hot.stack.a[name] for name in names), hot.ranks, 2 if names == ("down_proj",) else 0, out, width,
-        x.shape[1], blocks.shape[1], RANKS=RANKS, COLS=COLS,
+        x.shape[1], blocks.shape[1], RANKS=RANKS, COLS=LOW_COLS, num_warps=WARPS,
     )  # fmt: skip
     return out
 
