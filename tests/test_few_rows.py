@@ -1,4 +1,4 @@
-"""Few tokens without LoRA and without a backward: all experts in one phase (csrc/moe/few_rows.cc)."""
+"""Few tokens without a backward, with or without adapters: all experts in one phase (csrc/moe/few_rows.cc)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from contract import (
     make_lora,
     random_inputs,
     relative,
+    small_lora,
 )
 from torch import Tensor
 
 from ktft import native, reference
+from ktft.config import PROJECTIONS
 from ktft.native import ELSEWHERE, ExpertLayer
 
 THREADS = 4  # so many that no task is a whole expert: runs_few_rows in csrc/moe/few_rows.cc
@@ -95,6 +97,43 @@ def test_the_same_bits_again_and_nan_is_an_error() -> None:
         layer.forward(x, index, weights, None, "none")
     x[2, 7] = 0
     forward(layer, x, index, weights)
+
+
+@pytest.mark.parametrize("ranks", [(16,), (4, 40, 17)])
+@pytest.mark.parametrize(("isa", "fmt"), [*ISAS, (native.default_isa(), "k4")])
+def test_each_token_has_its_own_adapter(isa: str, fmt: str, ranks: tuple[int, ...]) -> None:
+    """Of other ranks and projections, and some tokens have none."""
+    layer = make_layer(160, 448, fmt, isa, THREADS)
+    names = [PROJECTIONS, ("down_proj", "up_proj"), ("gate_proj",)]
+    loras = [make_lora(160, 448, r, torch.float32, which) for r, which in zip(ranks, names, strict=False)]
+    kept = [layer.keep_lora(lora) for lora in loras]
+    for tokens in (1, 2, 5):
+        x, index, weights = random_inputs(tokens, 160, 2, seed=tokens)
+        of = torch.arange(tokens) % (len(ranks) + 1) - int(tokens > 1)
+        phases(layer)
+        out, again = (layer.forward_adapters(x, index, weights, kept, of) for _ in range(2))
+        assert list(phases(layer)) == ["few rows"]
+        assert torch.equal(out, again)
+        for adapter in of.unique().tolist():
+            lora = loras[adapter] if adapter >= 0 else None
+            expected = reference.moe(x.float(), index, weights, *dequantized(layer), lora)
+            assert relative(out[of == adapter], expected[of == adapter]) < OUTPUT_TOLERANCE, (tokens, adapter)
+        assert len(set(of.tolist())) == min(tokens, len(ranks) + 1)
+
+
+@torch.no_grad()
+def test_adapters_with_biases_another_activation_and_experts_elsewhere() -> None:
+    layer = make_gated(96, 160, "mxfp4", native.default_isa(), THREADS, swiglu=GPT_OSS)
+    lora = small_lora(96, 160, 20, torch.float32)
+    x, index, weights = random_inputs(4, 96, 2)
+    index[1], index[2, 0] = ELSEWHERE, ELSEWHERE
+    phases(layer)
+    out = layer.forward_adapters(x, index, weights, [layer.keep_lora(lora)], torch.tensor([0, 0, 0, -1]))
+    assert list(phases(layer)) == ["few rows"]
+    here = index >= 0
+    call = x.float(), index.clamp(min=0), weights * here, *dequantized(layer)
+    assert relative(out[:3], gated_oracle(layer)(*call, lora)[:3]) < OUTPUT_TOLERANCE
+    assert relative(out[3], gated_oracle(layer)(*call, None)[3]) < OUTPUT_TOLERANCE
 
 
 @pytest.mark.parametrize("what", ["backward", "LoRA", "many rows", "nodes"])

@@ -4,82 +4,37 @@ from __future__ import annotations
 
 import gc
 import resource
-import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from contract import EXPERTS, TOP_K, inputs_for, make_layer, make_lora, random_inputs
+from contract import EXPERTS, TOP_K, inputs_for, make_layer, make_lora
 from dying import forked
 from fake_cuda import Fake
+from host_experts import (
+    HIDDEN,
+    INTERMEDIATE,
+    TOKENS,
+    WAYS,
+    Make,
+    begin_in_place,
+    direct,
+    driver,
+    give,
+    host,
+    inputs,
+    layer_of,
+    make,
+    same,
+    through,
+)
 
 from ktft import native
-from ktft.config import PROJECTIONS
-from ktft.lora import ExpertLora
 from ktft.native import ELSEWHERE, ExpertLayer, HostExperts, HostExpertsError
 from ktft.native.cuda import CudaError, Driver
 
-HIDDEN, INTERMEDIATE, TOKENS = 64, 96, 32
-WAYS = ("words", "host_functions")
-Make = Callable[..., HostExperts]
-SIZES = {"max_tokens": TOKENS, "hidden_size": HIDDEN, "top_k": TOP_K, "dtype": torch.bfloat16}
-
-
-def layer_of(fmt: str = "k4", threads: int = 2) -> ExpertLayer:
-    return make_layer(HIDDEN, INTERMEDIATE, fmt, native.default_isa(), threads, name=f"layers.7.{fmt}")
-
-
-@pytest.fixture
-def driver(fake: Fake) -> Iterator[Driver]:
-    """The fake one, as new."""
-    fake.reset()
-    yield Driver(fake.path)
-    fake.reset()
-
-
-@pytest.fixture
-def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    """`make(layer, way, **options)` -> host experts, which are closed after the test; no way means no driver."""
-    made: list[HostExperts] = []
-
-    def make(layer: ExpertLayer, way: str | None = None, **options) -> HostExperts:
-        if way is not None:
-            options |= {"driver": request.getfixturevalue("driver"), "through": way}
-        made.append(HostExperts(layer.runtime, "cpu", **SIZES | options))
-        return made[-1]
-
-    yield make
-    for host in made:
-        host.close()
-
-
-@pytest.fixture(params=[None, *WAYS])
-def host(request: pytest.FixtureRequest, make: Make) -> HostExperts:
-    """Without a driver, and with one in both ways."""
-    return make(layer_of(), request.param)
-
-
-def inputs(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return random_inputs(tokens, HIDDEN, seed=seed)
-
-
-def direct(layer: ExpertLayer, x, index, weights, lora=None) -> torch.Tensor:
-    return layer.forward(x, index, weights, lora, "none")[0]
-
-
-def through(host: HostExperts, layer: ExpertLayer, x, index, weights, of_token=None, slot: int = 0) -> torch.Tensor:
-    host.submit(layer, x, index, weights, of_token, slot=slot, stream=5)
-    return host.wait(layer, len(x), slot=slot, stream=5)
-
-
-def give(host: HostExperts, layer: ExpertLayer, lora: ExpertLora | None, place: int = 0) -> None:
-    host.set_adapter(layer, place, None if lora is None else layer.keep_lora(lora))
-
-
-def same(tokens: int, place: int = 0) -> torch.Tensor:
-    return torch.full((tokens,), place, dtype=torch.int32)
+__all__ = ["driver", "host", "make"]
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "int8", "k4"])
@@ -98,17 +53,6 @@ def test_the_layers_own_bits(host: HostExperts, fmt: str) -> None:
     host.check()
 
 
-def begin_in_place(host: HostExperts, layer: ExpertLayer, x, index, weights, of_token=None) -> torch.Tensor:
-    """Write the inputs as a stream's kernel does, and submit them. Returns where the output will be."""
-    place = host.place(layer, x, index, weights, of_token, stream=5)
-    place.hidden[: len(x)], place.weights[: len(x)] = x, weights
-    place.index.view(index.dtype)[: index.numel()] = index.flatten()
-    if of_token is not None:
-        place.of_token[: len(x)] = of_token
-    host.submit_in_place(layer, len(x), index.dtype, adapters=of_token is not None, stream=5)
-    return place.out[: len(x)]
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_in_place_of_copies(host: HostExperts, dtype: torch.dtype) -> None:
     layer = layer_of()
@@ -122,38 +66,6 @@ def test_in_place_of_copies(host: HostExperts, dtype: torch.dtype) -> None:
         with pytest.raises(ValueError, match=rf"{count} tokens, host experts take 1 to {TOKENS}"):
             host.place(layer, *inputs(count))
     host.check()
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_each_token_has_its_own_adapter(host: HostExperts, in_place: bool) -> None:
-    """And what a call without adapters finds in the slot from the call before is nobody's."""
-    layer, other = layer_of(), layer_of("int8")
-    loras = [make_lora(HIDDEN, INTERMEDIATE, rank, torch.float32) for rank in (4, 20)]
-    kept = [layer.keep_lora(lora) for lora in loras]
-    for place, one in zip((2, 0), kept, strict=True):
-        host.set_adapter(layer, place, one)
-    x, index, weights = inputs(7)
-    of = torch.tensor([2, -1, 0, 1, 0, 9, -1], dtype=torch.int32)  # nothing is at 1 and 9
-
-    def compute(which: ExpertLayer, of_token=None) -> torch.Tensor:
-        if not in_place:
-            return through(host, which, x, index, weights, of_token)
-        out = begin_in_place(host, which, x, index, weights, of_token)
-        host.wait_in_place(which, len(x), stream=5)
-        return out
-
-    mine = torch.tensor([0, -1, 1, -1, 1, -1, -1])
-    expected = layer.forward_adapters(x, index, weights, kept, mine)
-    assert torch.equal(compute(layer, of), expected)
-    assert torch.equal(compute(layer), direct(layer, x, index, weights))
-    assert torch.equal(compute(other, of), direct(other, x, index, weights))
-    host.set_adapter(layer, 0, None)
-    left = mine.where(mine == 0, -1)
-    assert torch.equal(compute(layer, of), layer.forward_adapters(x, index, weights, kept, left))
-    host.check()
-    for bad in (of.long(), of[:3]):
-        with pytest.raises(ValueError, match=r"of_token must be contiguous \[7\] torch.int32"):
-            compute(layer, bad)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -389,62 +301,6 @@ def test_bad_waits_and_layers(host: HostExperts) -> None:
 def test_bad_sizes(make: Make, change: dict) -> None:
     with pytest.raises(ValueError, match="must be"):
         make(layer_of(), **change)
-
-
-def test_bad_adapters_change_nothing(host: HostExperts) -> None:
-    layer, call = layer_of(), inputs(3)
-    lora = make_lora(HIDDEN, INTERMEDIATE, 8, torch.float32)
-    give(host, layer, lora)
-    kept = layer.keep_lora(lora)
-    with pytest.raises(ValueError, match=r"layers\.7\.k4: adapters have places from 0 on, not -1"):
-        host.set_adapter(layer, -1, kept)
-    other = layer_of("int8").keep_lora(lora)
-    with pytest.raises(ValueError, match=r"layers\.7\.k4: an adapter was not kept by this layer"):
-        host.set_adapter(layer, 0, other)
-    assert torch.equal(through(host, layer, *call, same(3)), direct(layer, *call, lora))
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize(("rank", "names"), [(33, PROJECTIONS), (4, ("up_proj",)), (16, ("gate_proj", "down_proj"))])
-def test_adapters_are_taken_over(make: Make, nodes: int, rank: int, names: tuple[str, ...]) -> None:
-    """Packed once, they give the bits of calls that pack them, expert by expert or phase by phase; theirs may go."""
-    for fmt, threads in [("int8", 1), ("k4", 3)]:
-        layer = make_layer(HIDDEN, 288, fmt, native.default_isa(), threads, nodes)
-        host = make(layer)
-        lora = make_lora(HIDDEN, 288, rank, torch.float32, names)
-        calls = [inputs(tokens, seed=tokens) for tokens in (1, 7, TOKENS)]
-        expected = [direct(layer, *call, lora) for call in calls]
-        give(host, layer, lora)
-        for tensor in lora.parameters():
-            tensor.data.fill_(float("nan"))
-        for call, one in zip(calls, expected, strict=True):
-            assert torch.equal(through(host, layer, *call, same(len(call[0]))), one)
-        host.check()
-
-
-def test_swaps_from_other_threads_wait_for_jobs(host: HostExperts) -> None:
-    """Every output is of one adapter or the other, never of a mixture."""
-    layer, call = layer_of(), inputs(8)
-    loras = [make_lora(HIDDEN, INTERMEDIATE, 8, torch.float32) for _ in range(2)]
-    expected = [direct(layer, *call, lora) for lora in loras]
-    kept = [layer.keep_lora(lora) for lora in loras]
-    host.set_adapter(layer, 0, kept[0])
-    stop = threading.Event()
-
-    def swap() -> None:
-        for number in range(100_000):
-            host.set_adapter(layer, 0, kept[number % 2])
-            if stop.wait(0.001):
-                return
-
-    thread = threading.Thread(target=swap)
-    thread.start()
-    for _ in range(100):
-        out = through(host, layer, *call, same(8))
-        assert any(torch.equal(out, one) for one in expected)
-    stop.set()
-    thread.join()
-    host.check()
 
 
 def test_steady_calls_take_no_memory(make: Make) -> None:

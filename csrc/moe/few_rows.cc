@@ -1,7 +1,9 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <optional>
 
+#include "moe/few_lora.h"
 #include "moe/passes.h"
 #include "moe/tokens.h"
 
@@ -16,8 +18,9 @@ void await(const Done& done) {
   }
 }
 
-// One call. First every token's row is prepared. Then come gate and up, strip by strip of every expert. Down is last:
-// each of its tasks computes some outputs of all experts and adds them up. Threads meet once, before down. Tasks are
+// One call. First every token's row is prepared. Then come adapters' A x, if there are any, and gate and up, strip by
+// strip of every expert. Down is last: each of its tasks computes some outputs of all experts and adds them up. Threads
+// meet once, before down. Tasks are
 // taken in order and wait for earlier ones alone, so some thread can always go on; none may throw, since others would
 // then wait for ever.
 class FewRows {
@@ -42,7 +45,10 @@ class FewRows {
     const size_t wide = in_lines(size_t(size_) * (sizeof(bf16) + sizeof(float))),
                  narrow = in_lines(size_t(width_) * sizeof(bf16));
     const size_t tokens = size_t(routes_.tokens), rows = size_t(routes_.rows);
-    x_ = call.workspace().few_rows.get<char>(tokens * (x_bytes_ + wide) + rows * (h_bytes_ + narrow));
+    if (call.adapters) lora_.emplace(call);
+    const size_t own = tokens * (x_bytes_ + wide) + rows * (h_bytes_ + narrow);
+    x_ = call.workspace().few_rows.get<char>(own + (lora_ ? lora_->bytes() : 0));
+    if (lora_) lora_->take(x_ + own);
     placed_h_ = x_ + tokens * x_bytes_;
     converted_ = placed_h_ + rows * h_bytes_;
     h_ = converted_ + tokens * wide;
@@ -52,16 +58,18 @@ class FewRows {
   }
 
   void run() {
-    const int tokens = routes_.tokens, gates = experts_ * gate_tasks_,
+    const int tokens = routes_.tokens, low = lora_ ? lora_->tasks() : 0, gates = experts_ * gate_tasks_,
               downs = ceil_div(size_ / kTileRows, down_strips_);
     const Phase phase(call_.runtime.phases, "few rows");
-    call_.runtime.pool.run(tokens + gates + downs, [&](int task, int) {
+    call_.runtime.pool.run(tokens + low + gates + downs, [&](int task, int) {
       if (task < tokens)
         place(task);
-      else if (task < tokens + gates)
-        gate_up(task - tokens, gates);
+      else if (task < tokens + low)
+        low_rank(task - tokens);
+      else if (task < tokens + low + gates)
+        gate_up(task - tokens - low, gates);
       else
-        down(task - tokens - gates);
+        down(task - tokens - low - gates);
     });
     check_finite(call_, bad_);
   }
@@ -81,8 +89,18 @@ class FewRows {
                                        reinterpret_cast<float*>(at + size_t(size_) * sizeof(bf16)));
       if (!call_.vec().finite(size_, row)) bad_ = token;
       kernels_.place(row, size_, x_ + token * x_bytes_);
+      if (lora_) lora_->place(token, row);
     }
     placed_.fetch_add(1, std::memory_order_release);
+  }
+
+  void await_tokens() const {
+    await([&] { return placed_.load(std::memory_order_acquire) == routes_.tokens; });
+  }
+
+  void low_rank(int task) {
+    await_tokens();
+    lora_->low_rank(task);
   }
 
   // The gate's strip that a later task begins with, or null.
@@ -100,7 +118,7 @@ class FewRows {
     const int count = int(inputs.size());
     PackedMatrix matrix[2];
     for (int i = 0; i < count; i++) matrix[i] = weights_.matrix(0, rows.expert, inputs[i]);
-    await([&] { return placed_.load(std::memory_order_acquire) == routes_.tokens; });
+    await_tokens();
     for (int strip = begin; strip < end; strip++)
       for (int first = 0; first < rows.rows; first += kFewRows) {
         const int few = std::min(kFewRows, rows.rows - first), row = rows.begin + first;
@@ -114,6 +132,11 @@ class FewRows {
                                                         : gate_strip(task + threads_, gates);
           kernels_.product({&matrix[i], strip, x, few, first ? nullptr : next, results[i]});
         }
+        if (lora_) {
+          lora_->await_low_rank(rows);
+          for (int i = 0; i < count; i++)
+            for (int t = 0; t < few; t++) lora_->add(inputs[i], rows, row + t, strip, results[i] + t * kTileRows);
+        }
         const int col = strip * kTileRows;
         for (int t = 0; t < few; t++)
           call_.vec().swiglu_strip(call_.swiglu, results[0] + t * kTileRows, results[count - 1] + t * kTileRows,
@@ -122,6 +145,7 @@ class FewRows {
     if (left_[task / gate_tasks_].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     for (int row = rows.begin; row < rows.begin + rows.rows; row++)
       kernels_.place(h_row(row), width_, placed_h_ + row * h_bytes_);
+    if (lora_) lora_->hidden_low_rank(rows, h_, narrow_);
     finished_.fetch_add(1, std::memory_order_release);
   }
 
@@ -157,6 +181,7 @@ class FewRows {
       alignas(64) float results[kFewRows * kTileRows];
       kernels_.product({&matrix, strip, h, few, first ? nullptr : next, results});
       for (int t = 0; t < few; t++) {
+        if (lora_) lora_->add(Projection::kDown, rows, row + t, strip, results + t * kTileRows);
         float* const to = sums + routes_.token(row + t) * kTileRows;
         const float* const from = results + t * kTileRows;
         const float weight = call_.row_weight(row + t);
@@ -195,6 +220,7 @@ class FewRows {
   const size_t x_bytes_, h_bytes_;       // of prepared rows
   size_t wide_, narrow_;                 // bytes of rows of hidden states and of h
   char *x_, *placed_h_, *converted_, *h_;
+  std::optional<FewLora> lora_;
   std::vector<std::atomic<int>> left_;  // tasks of gate and up, by expert
   std::atomic<int> placed_{0};          // tokens
   std::atomic<int> finished_{0};        // experts whose h is ready for down
@@ -206,7 +232,7 @@ class FewRows {
 bool runs_few_rows(const Call& call) {
   const Routes& routes = call.routes;
   const StripKernels& kernels = strip_kernels(call.runtime.isa, call.weights.format());
-  if (call.lora || call.adapters || call.int8 || call.weights.nodes() > 1 || call.runtime.pool.nodes() > 1)
+  if (call.lora || call.int8 || call.weights.nodes() > 1 || call.runtime.pool.nodes() > 1)
     return false;
   const int experts = int(routes.experts.size()), threads = call.runtime.pool.threads();
   // The other orders read longer runs of memory, but the more threads there are, the longer most of them wait for the

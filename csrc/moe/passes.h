@@ -9,8 +9,8 @@ namespace ktft {
 // out [tokens, hidden] in the dtype of `hidden`. What backward needs is written to `saved`, if it is given.
 void forward(Call& call, const TokenRows& hidden, void* out, Saved* saved, bool retain);
 
-// Forward in one phase, for few tokens, with nothing kept and without LoRA: where a call's fixed costs would be a large
-// part of reading the weights.
+// Forward in one phase, for few tokens, with nothing kept and with adapters of single tokens at most: where a call's
+// fixed costs would be a large part of reading the weights.
 bool runs_few_rows(const Call& call);
 void forward_few_rows(Call& call, const TokenRows& hidden, void* out);
 
