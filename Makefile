@@ -38,30 +38,34 @@ WHEEL_PYTHONS ?= python3.11 python3.12 python3.13
 # Tests that run beside each other: `auto` is one for each core, if memory has room (tests/conftest.py).
 WORKERS ?= auto
 
+# pip compiles nothing (--no-compile), so each process would compile torch and all else that it imports, for seconds, if
+# it could not keep the result.
+unexport PYTHONDONTWRITEBYTECODE
+
 # -qq still shows errors, including those of a failed compilation.
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f)
 CXX_SOURCES := $(filter %.h %.cc %.inc,$(NATIVE_SOURCES))
 
-.PHONY: demo test test-all lint bench sanitize native serving sglang newest environments docs wheel format clean
+.PHONY: demo test test-all lint bench sanitize native serving sglang newest docs wheel format clean
 
 demo: native
 	$(BIN)/python examples/demo/run.py
 
-# All parts run, even if one fails, and the servers' beside the others: they spend much of their start waiting. Their
-# output comes last.
+# All parts run, even if one fails. The first stack's tests begin as soon as there is an environment for them. Beside them
+# the other environments are filled, and then have their own tests: the servers' spend much of their start waiting.
+# Their output comes last. What a shell starts beside itself ignores Ctrl-C, hence the trap.
+BESIDE := build/test-beside.log
 test-all: MARKS := -m ''
 test-all: NEWEST_TESTS := tests --ignore tests/serve
-test test-all: environments
-	@mkdir -p build; failed=0; set -x; \
-	KTFT_TRAINING_BIN=$(abspath $(BIN)) $(SERVE_BIN)/python -m pytest $(MARKS) -n $(WORKERS) tests/serve > build/test-serve.log 2>&1 & \
+test test-all: native
+	@mkdir -p build; trap 'kill 0' INT; failed=0; set -x; \
+	{ $(MAKE) --no-print-directory -j 2 serving newest && { failed=0; \
+	  KTFT_TRAINING_BIN=$(abspath $(BIN)) $(SERVE_BIN)/python -m pytest $(MARKS) -n $(WORKERS) tests/serve || failed=1; \
+	  $(NEWEST_BIN)/python -m pytest $(MARKS) -n $(WORKERS) $(NEWEST_TESTS) || failed=1; \
+	  exit $$failed; }; } > $(BESIDE) 2>&1 & \
 	$(BIN)/python -m pytest $(MARKS) -n $(WORKERS) tests --ignore tests/serve || failed=1; \
-	$(NEWEST_BIN)/python -m pytest $(MARKS) -n $(WORKERS) $(NEWEST_TESTS) || failed=1; \
-	wait $$! || failed=1; cat build/test-serve.log; exit $$failed
-
-# pip has one core: the others compile the C++ core and fill another environment meanwhile.
-environments:
-	@$(MAKE) --no-print-directory -j 3 native serving newest
+	wait $$! || failed=1; cat $(BESIDE); exit $$failed
 
 lint: native
 	$(BIN)/ruff check .
