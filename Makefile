@@ -42,7 +42,7 @@ WORKERS ?= auto
 # it could not keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 
-# -qq still shows errors, including those of a failed compilation.
+# It fills the other environments too (`--python`). -qq still shows errors, including those of a failed compilation.
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f)
 CXX_SOURCES := $(filter %.h %.cc %.inc,$(NATIVE_SOURCES))
@@ -52,13 +52,15 @@ CXX_SOURCES := $(filter %.h %.cc %.inc,$(NATIVE_SOURCES))
 demo: native
 	$(BIN)/python examples/demo/run.py
 
-# All parts run, even if one fails. The first stack's tests begin as soon as there is an environment for them. Beside them
-# the other environments are filled, and then have their own tests: the servers' spend much of their start waiting.
-# Their output comes last. What a shell starts beside itself ignores Ctrl-C, hence the trap.
+# All parts run, even if one fails. The first stack's tests begin as soon as there is an environment for them, for which
+# pip has one core while the other compiles the C++ core. Beside them the other environments are filled, and then have
+# their own tests: the servers' spend much of their start waiting. Their output comes last. What a shell starts beside
+# itself ignores Ctrl-C, hence the trap.
 BESIDE := build/test-beside.log
 test-all: MARKS := -m ''
 test-all: NEWEST_TESTS := tests --ignore tests/serve
-test test-all: native
+test test-all:
+	@$(MAKE) --no-print-directory -j 2 native
 	@mkdir -p build; trap 'kill 0' INT; failed=0; set -x; \
 	{ $(MAKE) --no-print-directory -j 2 serving newest && { failed=0; \
 	  KTFT_TRAINING_BIN=$(abspath $(BIN)) $(SERVE_BIN)/python -m pytest $(MARKS) -n $(WORKERS) tests/serve || failed=1; \
@@ -96,13 +98,15 @@ sanitize: native
 
 native: $(VENV)/.native
 
-# What builds the C++ core comes first, so that the core is compiled while pip installs the rest.
+# What builds the C++ core comes first, so that the core is compiled while pip installs the rest. The pip that comes with
+# Python 3.11 needs twice the time for that: it compares each file of an index with a thousand tags, one by one.
 $(VENV)/.tools: pyproject.toml ci/requirements.py
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 	  { echo "ktft needs Python 3.11 to 3.13, $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=python3.11"; exit 1; }
 	@echo "ktft: environment in $(VENV) (2 GB to download the first time, some minutes) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python ci/requirements.py --build > $(VENV)/tools.txt
+	@$(PIP) install --upgrade 'pip>=25,<28'
 	@$(PIP) install -r $(VENV)/tools.txt
 	@touch $@
 
@@ -120,7 +124,7 @@ build/editable/.made: $(VENV)/.tools $(NATIVE_SOURCES)
 	@touch $@
 
 $(VENV)/.native $(SERVE_VENV)/.native $(SGLANG_VENV)/.native $(NEWEST_VENV)/.native: %/.native: %/.environment build/editable/.made
-	@$*/bin/python -m pip --disable-pip-version-check -qq install --no-deps --force-reinstall build/editable/*.whl
+	@$(PIP) --python $*/bin/python install --no-deps --force-reinstall build/editable/*.whl
 	@touch $@
 
 serving: $(SERVE_VENV)/.native
@@ -130,19 +134,19 @@ $(SERVE_VENV)/.environment: $(VENV)/.environment
 	@echo "ktft: environment for serving in $(SERVE_VENV) (0.6 GB to download the first time, some minutes) ..."
 	@$(PYTHON) -m venv $(SERVE_VENV)
 	@$(BIN)/python ci/requirements.py serve-cpu test > $(SERVE_VENV)/requirements.txt
-	@$(SERVE_BIN)/python -m pip --disable-pip-version-check -qq install --no-compile $(TORCH) $(SERVE_STUBS) -r $(SERVE_VENV)/requirements.txt
+	@$(PIP) --python $(SERVE_BIN)/python install --no-compile $(TORCH) $(SERVE_STUBS) -r $(SERVE_VENV)/requirements.txt
 	@touch $@
 
 # SGLang's requirements have gigabytes for GPUs, so what it imports on a CPU is listed in ci. `make test` leaves it out.
 sglang: $(SGLANG_VENV)/.native
 	$(SGLANG_VENV)/bin/python -m pytest tests/serve/test_sglang.py tests/serve/test_sglang_server.py
 
-$(SGLANG_VENV)/.environment: pyproject.toml ci/requirements.py ci/sglang-cpu.txt
+$(SGLANG_VENV)/.environment: $(VENV)/.tools pyproject.toml ci/requirements.py ci/sglang-cpu.txt
 	@echo "ktft: environment with SGLang in $(SGLANG_VENV) (0.6 GB to download the first time, some minutes) ..."
 	@$(PYTHON) -m venv $(SGLANG_VENV)
 	@$(PYTHON) ci/requirements.py test > $(SGLANG_VENV)/requirements.txt
-	@$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-compile $(TORCH) $(SERVE_STUBS) -r $(SGLANG_VENV)/requirements.txt -r ci/sglang-cpu.txt
-	@$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-compile --no-deps 'sglang>=0.5.17,<0.5.18'
+	@$(PIP) --python $(SGLANG_VENV)/bin/python install --no-compile $(TORCH) $(SERVE_STUBS) -r $(SGLANG_VENV)/requirements.txt -r ci/sglang-cpu.txt
+	@$(PIP) --python $(SGLANG_VENV)/bin/python install --no-compile --no-deps 'sglang>=0.5.17,<0.5.18'
 	@touch $@
 
 newest: $(NEWEST_VENV)/.native
@@ -151,7 +155,7 @@ $(NEWEST_VENV)/.environment: $(VENV)/.environment
 	@echo "ktft: environment with the newest transformers, PEFT and TRL in $(NEWEST_VENV) (0.4 GB to download the first time) ..."
 	@$(PYTHON) -m venv $(NEWEST_VENV)
 	@$(BIN)/python ci/requirements.py trl dev > $(NEWEST_VENV)/requirements.txt
-	@$(NEWEST_BIN)/python -m pip --disable-pip-version-check -qq install --no-compile $(TORCH) -r $(NEWEST_VENV)/requirements.txt
+	@$(PIP) --python $(NEWEST_BIN)/python install --no-compile $(TORCH) -r $(NEWEST_VENV)/requirements.txt
 	@touch $@
 
 # Strict: a broken link fails. The variable silences an advertisement.
