@@ -57,12 +57,14 @@ demo: native
 # their own tests: the servers' spend much of their start waiting. Their output comes last. What a shell starts beside
 # itself ignores Ctrl-C, hence the trap.
 BESIDE := build/test-beside.log
+# Not MAKE itself in the line that runs tests: `make -n` would run it.
+FILL = $(MAKE) --no-print-directory -j 2
 test-all: MARKS := -m ''
 test-all: NEWEST_TESTS := tests --ignore tests/serve
 test test-all:
-	@$(MAKE) --no-print-directory -j 2 native
+	@$(FILL) native
 	@mkdir -p build; trap 'kill 0' INT; failed=0; set -x; \
-	{ $(MAKE) --no-print-directory -j 2 serving newest && { failed=0; \
+	{ $(FILL) serving newest && { failed=0; \
 	  KTFT_TRAINING_BIN=$(abspath $(BIN)) $(SERVE_BIN)/python -m pytest $(MARKS) -n $(WORKERS) tests/serve || failed=1; \
 	  $(NEWEST_BIN)/python -m pytest $(MARKS) -n $(WORKERS) $(NEWEST_TESTS) || failed=1; \
 	  exit $$failed; }; } > $(BESIDE) 2>&1 & \
