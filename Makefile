@@ -38,30 +38,38 @@ WHEEL_PYTHONS ?= python3.11 python3.12 python3.13
 # Tests that run beside each other: `auto` is one for each core, if memory has room (tests/conftest.py).
 WORKERS ?= auto
 
-# -qq still shows errors, including those of a failed compilation.
+# pip compiles nothing (--no-compile), so each process would compile torch and all else that it imports, for seconds, if
+# it could not keep the result.
+unexport PYTHONDONTWRITEBYTECODE
+
+# It fills the other environments too (`--python`). -qq still shows errors, including those of a failed compilation.
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f)
 CXX_SOURCES := $(filter %.h %.cc %.inc,$(NATIVE_SOURCES))
 
-.PHONY: demo test test-all lint bench sanitize native serving sglang newest environments docs wheel format clean
+.PHONY: demo test test-all lint bench sanitize native serving sglang newest docs wheel format clean
 
 demo: native
 	$(BIN)/python examples/demo/run.py
 
-# All parts run, even if one fails, and the servers' beside the others: they spend much of their start waiting. Their
-# output comes last.
+# All parts run, even if one fails. The first stack's tests begin as soon as there is an environment for them, for which
+# pip has one core while the other compiles the C++ core. Beside them the other environments are filled, and then have
+# their own tests: the servers' spend much of their start waiting. Their output comes last. What a shell starts beside
+# itself ignores Ctrl-C, hence the trap.
+BESIDE := build/test-beside.log
+# Not MAKE itself in the line that runs tests: `make -n` would run it.
+FILL = $(MAKE) --no-print-directory -j 2
 test-all: MARKS := -m ''
 test-all: NEWEST_TESTS := tests --ignore tests/serve
-test test-all: environments
-	@mkdir -p build; failed=0; set -x; \
-	KTFT_TRAINING_BIN=$(abspath $(BIN)) $(SERVE_BIN)/python -m pytest $(MARKS) -n $(WORKERS) tests/serve > build/test-serve.log 2>&1 & \
+test test-all:
+	@$(FILL) native
+	@mkdir -p build; trap 'kill 0' INT; failed=0; set -x; \
+	{ $(FILL) serving newest && { failed=0; \
+	  KTFT_TRAINING_BIN=$(abspath $(BIN)) $(SERVE_BIN)/python -m pytest $(MARKS) -n $(WORKERS) tests/serve || failed=1; \
+	  $(NEWEST_BIN)/python -m pytest $(MARKS) -n $(WORKERS) $(NEWEST_TESTS) || failed=1; \
+	  exit $$failed; }; } > $(BESIDE) 2>&1 & \
 	$(BIN)/python -m pytest $(MARKS) -n $(WORKERS) tests --ignore tests/serve || failed=1; \
-	$(NEWEST_BIN)/python -m pytest $(MARKS) -n $(WORKERS) $(NEWEST_TESTS) || failed=1; \
-	wait $$! || failed=1; cat build/test-serve.log; exit $$failed
-
-# pip has one core: the others compile the C++ core and fill another environment meanwhile.
-environments:
-	@$(MAKE) --no-print-directory -j 3 native serving newest
+	wait $$! || failed=1; cat $(BESIDE); exit $$failed
 
 lint: native
 	$(BIN)/ruff check .
@@ -92,13 +100,15 @@ sanitize: native
 
 native: $(VENV)/.native
 
-# What builds the C++ core comes first, so that the core is compiled while pip installs the rest.
+# What builds the C++ core comes first, so that the core is compiled while pip installs the rest. The pip that comes with
+# Python 3.11 needs twice the time for that: it compares each file of an index with a thousand tags, one by one.
 $(VENV)/.tools: pyproject.toml ci/requirements.py
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 	  { echo "ktft needs Python 3.11 to 3.13, $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=python3.11"; exit 1; }
 	@echo "ktft: environment in $(VENV) (2 GB to download the first time, some minutes) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python ci/requirements.py --build > $(VENV)/tools.txt
+	@$(PIP) install --upgrade 'pip>=25,<28'
 	@$(PIP) install -r $(VENV)/tools.txt
 	@touch $@
 
@@ -116,7 +126,7 @@ build/editable/.made: $(VENV)/.tools $(NATIVE_SOURCES)
 	@touch $@
 
 $(VENV)/.native $(SERVE_VENV)/.native $(SGLANG_VENV)/.native $(NEWEST_VENV)/.native: %/.native: %/.environment build/editable/.made
-	@$*/bin/python -m pip --disable-pip-version-check -qq install --no-deps --force-reinstall build/editable/*.whl
+	@$(PIP) --python $*/bin/python install --no-deps --force-reinstall build/editable/*.whl
 	@touch $@
 
 serving: $(SERVE_VENV)/.native
@@ -126,19 +136,19 @@ $(SERVE_VENV)/.environment: $(VENV)/.environment
 	@echo "ktft: environment for serving in $(SERVE_VENV) (0.6 GB to download the first time, some minutes) ..."
 	@$(PYTHON) -m venv $(SERVE_VENV)
 	@$(BIN)/python ci/requirements.py serve-cpu test > $(SERVE_VENV)/requirements.txt
-	@$(SERVE_BIN)/python -m pip --disable-pip-version-check -qq install --no-compile $(TORCH) $(SERVE_STUBS) -r $(SERVE_VENV)/requirements.txt
+	@$(PIP) --python $(SERVE_BIN)/python install --no-compile $(TORCH) $(SERVE_STUBS) -r $(SERVE_VENV)/requirements.txt
 	@touch $@
 
 # SGLang's requirements have gigabytes for GPUs, so what it imports on a CPU is listed in ci. `make test` leaves it out.
 sglang: $(SGLANG_VENV)/.native
 	$(SGLANG_VENV)/bin/python -m pytest tests/serve/test_sglang.py tests/serve/test_sglang_server.py
 
-$(SGLANG_VENV)/.environment: pyproject.toml ci/requirements.py ci/sglang-cpu.txt
+$(SGLANG_VENV)/.environment: $(VENV)/.tools pyproject.toml ci/requirements.py ci/sglang-cpu.txt
 	@echo "ktft: environment with SGLang in $(SGLANG_VENV) (0.6 GB to download the first time, some minutes) ..."
 	@$(PYTHON) -m venv $(SGLANG_VENV)
 	@$(PYTHON) ci/requirements.py test > $(SGLANG_VENV)/requirements.txt
-	@$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-compile $(TORCH) $(SERVE_STUBS) -r $(SGLANG_VENV)/requirements.txt -r ci/sglang-cpu.txt
-	@$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check -qq install --no-compile --no-deps 'sglang>=0.5.17,<0.5.18'
+	@$(PIP) --python $(SGLANG_VENV)/bin/python install --no-compile $(TORCH) $(SERVE_STUBS) -r $(SGLANG_VENV)/requirements.txt -r ci/sglang-cpu.txt
+	@$(PIP) --python $(SGLANG_VENV)/bin/python install --no-compile --no-deps 'sglang>=0.5.17,<0.5.18'
 	@touch $@
 
 newest: $(NEWEST_VENV)/.native
@@ -147,7 +157,7 @@ $(NEWEST_VENV)/.environment: $(VENV)/.environment
 	@echo "ktft: environment with the newest transformers, PEFT and TRL in $(NEWEST_VENV) (0.4 GB to download the first time) ..."
 	@$(PYTHON) -m venv $(NEWEST_VENV)
 	@$(BIN)/python ci/requirements.py trl dev > $(NEWEST_VENV)/requirements.txt
-	@$(NEWEST_BIN)/python -m pip --disable-pip-version-check -qq install --no-compile $(TORCH) -r $(NEWEST_VENV)/requirements.txt
+	@$(PIP) --python $(NEWEST_BIN)/python install --no-compile $(TORCH) -r $(NEWEST_VENV)/requirements.txt
 	@touch $@
 
 # Strict: a broken link fails. The variable silences an advertisement.

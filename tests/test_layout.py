@@ -8,7 +8,7 @@ import graphlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -110,14 +110,17 @@ OTHERS = sorted(path for folder in ("tests", "examples", "benchmarks") for path 
 SOURCES = PYTHON_FILES + CPP_FILES + OTHERS
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> tuple[str, ...]:
     """Every module the file imports, at any depth; `from a import b` counts as `a.b`, for b may be a module."""
+    found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name_of(path)}:{node.lineno}: relative import; write the module's full name"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += (f"{node.module}.{alias.name}" for alias in node.names)
+    return tuple(found)
 
 
 def part_of(module: str, package: str, ranks: dict[str, int]) -> str | None:
