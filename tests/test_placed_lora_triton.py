@@ -9,10 +9,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from interpreted import DEVICE, bf16_in_the_interpreter
 from placed import check
 
-from ktft.serve.runtime import triton_lora
+from ktft.serve.runtime import triton_placed_lora
 
 __all__ = ["bf16_in_the_interpreter"]
 
 
 def test_each_row_by_its_own_adapter() -> None:
-    check(DEVICE, triton_lora, rows=(1, 5))
+    check(DEVICE, triton_placed_lora, rows=(1, 5))

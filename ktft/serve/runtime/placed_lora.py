@@ -82,10 +82,9 @@ class PlacedLora:
     def __init__(self, layer: nn.Module, name: str, slot: Slot, max_rank: int, places: int, step: StepAdapters) -> None:
         device, width = next(layer.parameters()).device, -(-max_rank // RANK_STEP) * RANK_STEP
         self.name, self.slot, self.step = name, slot, step
-        new: dict[str, torch.device | torch.dtype] = {"device": device, "dtype": torch.bfloat16}
         self.stacks = LoraStacks(
-            torch.zeros(places, len(slot.parts), width, slot.input_size, **new),  # type: ignore[arg-type]
-            torch.zeros(places, slot.bounds[-1], width, **new),  # type: ignore[arg-type]
+            torch.zeros(places, len(slot.parts), width, slot.input_size, dtype=torch.bfloat16, device=device),
+            torch.zeros(places, slot.bounds[-1], width, dtype=torch.bfloat16, device=device),
             torch.zeros(places, dtype=torch.int32, device=device),
             slot,
         )
@@ -153,5 +152,5 @@ class PlacedLora:
 
 def _operations(device: torch.device) -> LoraOperations:
     """Triton's operations on a GPU, if Triton is installed and `KTFT_TRITON` is not 0; otherwise torch's."""
-    chosen = "triton_lora" if by_triton(device) else "torch_lora"
+    chosen = "triton_placed_lora" if by_triton(device) else "torch_placed_lora"
     return cast(LoraOperations, importlib.import_module(f"ktft.serve.runtime.{chosen}"))
