@@ -347,8 +347,8 @@ void bind_hybrid(py::module_& m) {
            }),
            "runtime"_a, "driver"_a, "device"_a, "max_tokens"_a, "hidden"_a, "top_k"_a, "dtype"_a, "slots"_a,
            "activation_bits"_a, "through"_a)
-      .def("submit", &HostExperts::submit, "layer"_a, "hidden"_a, "index"_a, "index_bytes"_a, "weights"_a,
-           "of_token"_a, "tokens"_a, "slot"_a, "stream"_a, NoGil())
+      .def("submit", &HostExperts::submit, "layer"_a, "hidden"_a, "index"_a, "index_bytes"_a, "weights"_a, "of_token"_a,
+           "tokens"_a, "slot"_a, "stream"_a, NoGil())
       .def("wait", &HostExperts::wait, "layer"_a, "tokens"_a, "slot"_a, "out"_a, "stream"_a, NoGil())
       .def(
           "place",

@@ -118,8 +118,7 @@ void HostExperts::check_owner(const MoeLayer& layer) const {
   KTFT_CHECK(getpid() == owner_, layer.name(), ": ", kOtherProcess);
 }
 
-HostExperts::Block& HostExperts::block_of(MoeLayer& layer, int tokens, int slot, size_t index_bytes,
-                                          bool adapters) {
+HostExperts::Block& HostExperts::block_of(MoeLayer& layer, int tokens, int slot, size_t index_bytes, bool adapters) {
   KTFT_CHECK(tokens > 0 && tokens <= shape_.max_tokens, layer.name(), ": ", tokens,
              " tokens, host experts take 1 to max_tokens = ", shape_.max_tokens);
   Slot& place = slot_at(slot);

@@ -76,7 +76,7 @@ class HostExperts {
   struct Layer {
     MoeLayer* native;
     std::vector<std::optional<Lora>> adapters;  // by place; tokens of an empty one have none here
-    std::vector<std::atomic<int64_t>> counts;  // tokens of each expert
+    std::vector<std::atomic<int64_t>> counts;   // tokens of each expert
     std::atomic<int64_t> nanoseconds{0};
 
     explicit Layer(MoeLayer& layer) : native(&layer), counts(layer.weights().shape().experts) {}
@@ -87,7 +87,7 @@ class HostExperts {
     uintptr_t word_on_device = 0;
     char *hidden, *index, *weights, *of_token, *out;
     std::vector<int64_t> wide_index;
-    std::vector<int32_t> numbers;  // of each token's adapter among those that a job uses
+    std::vector<int32_t> numbers;       // of each token's adapter among those that a job uses
     std::atomic<Block*> last{nullptr};  // the last block whose job was enqueued
     std::atomic<bool> waited{true};     // whether its wait was enqueued too
   };

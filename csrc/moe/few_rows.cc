@@ -232,8 +232,7 @@ class FewRows {
 bool runs_few_rows(const Call& call) {
   const Routes& routes = call.routes;
   const StripKernels& kernels = strip_kernels(call.runtime.isa, call.weights.format());
-  if (call.lora || call.int8 || call.weights.nodes() > 1 || call.runtime.pool.nodes() > 1)
-    return false;
+  if (call.lora || call.int8 || call.weights.nodes() > 1 || call.runtime.pool.nodes() > 1) return false;
   const int experts = int(routes.experts.size()), threads = call.runtime.pool.threads();
   // The other orders read longer runs of memory, but the more threads there are, the longer most of them wait for the
   // last task of each phase. Measured with 2 threads, where this order is up to a fifth slower, and with 14 and 16.

@@ -25,7 +25,7 @@ NOISE = 0.05
 OPTIONS: list[dict] = [
     {"r": 16},
     {"target_modules": ["experts"]},
-    {"target_modules": ["q_proj", "o_proj"], "r": 3, "lora_alpha": 96},
+    {"target_modules": ["q_proj", "o_proj"], "r": 3, "lora_alpha": 384},
     {"r": 1},
     {"r": 33},
     {"r": 5, "lora_alpha": 20},

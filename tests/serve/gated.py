@@ -107,6 +107,7 @@ class Server:
         self.go = asyncio.Event()
         self.go.set()
         self.seen: list[tuple[str, bytes]] = []
+        self.raises: int | None = None  # after an answer with this status
         self.gate = Gate(self.inner, lambda scope: self.engine, PATHS, settings, registry)
 
     async def inner(self, scope: Any, receive: Any, send: Any) -> None:
@@ -116,6 +117,9 @@ class Server:
             assert not message["more_body"]
             body = message["body"]
         self.seen.append((scope["path"], body))
+        if self.raises is not None:
+            await asgi.Refusal(self.raises, "no prompt").answer(send)
+            raise ValueError("no prompt")
         if scope["path"] == "/metrics":
             await asgi.answer_json(send, generate_latest(self.registry).decode())
             return

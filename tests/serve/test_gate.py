@@ -97,6 +97,16 @@ async def test_a_client_that_disconnects_while_sending(server: Server) -> None:
     assert not server.seen
 
 
+async def test_what_an_engine_raises_after_its_answer_closes_no_connection(server: Server) -> None:
+    """The HTTP server would close it, under the next request of the client. An error of the engine's own still does."""
+    server.raises = 400
+    response = await done(server, CHAT, {"model": "base", "messages": HELLO})
+    assert response.error["message"] == "no prompt"
+    server.raises = 500
+    with pytest.raises(ValueError, match="no prompt"):
+        await done(server, CHAT, {"model": "base", "messages": HELLO})
+
+
 async def test_websockets_are_refused(server: Server) -> None:
     sent: list[Any] = []
 

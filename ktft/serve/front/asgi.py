@@ -60,6 +60,26 @@ async def answer_json(
     await send({"type": "http.response.body", "body": body})
 
 
+class Answered:
+    """A `send` that knows what of its response has been sent.
+
+    Attributes:
+        status: of HTTP; 0 before the response has begun.
+        complete: whether the whole response was sent.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status, self.complete = 0, False
+
+    async def __call__(self, message: Message) -> None:
+        await self._send(message)
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        elif message["type"] == "http.response.body":
+            self.complete = not message.get("more_body", False)
+
+
 def header(scope: Scope, name: bytes) -> str:
     """A header of a request; empty if the request has none of that name."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")

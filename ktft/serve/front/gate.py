@@ -69,7 +69,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        send = self.door.answering(scope, send)
+        send = answered = asgi.Answered(self.door.answering(scope, send))
         try:
             await self._route(self.door.let_in(scope), receive, send)
         except Refusal as refusal:
@@ -80,6 +80,11 @@ class Gate:
             await Refusal(503, f"{text}; try again", retry_after=min(wait, 5)).answer(send)
         except Gone:
             pass
+        except Exception:
+            # vLLM 0.24 answers a bad request and raises all the same. The HTTP server would close the connection then,
+            # under the client's next request.
+            if not (answered.complete and answered.status < 500):
+                raise
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], asgi.path_of(scope).rstrip("/")
