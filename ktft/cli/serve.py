@@ -201,9 +201,7 @@ def _watcher(console: Console, progress: Phases, options: Options) -> Watcher:
     def ready(settings: ServeSettings) -> None:
         progress.end()
         names = ", ".join(name for name, _ in settings.adapters)
-        name = f"{names} (adapter of {settings.base_name})" if names else settings.base_name
-        if names and not settings.one_at_a_time:
-            name = f"{settings.base_name} and its adapters {names}"
+        name = f"{settings.base_name} and its adapters {names}" if names else settings.base_name
         console.print(Text(f"serving {name} at {url(options)}/v1; Ctrl-C ends it", style="green"), soft_wrap=True)
 
     def crashed(failure: Failed, pause: float) -> None:

@@ -17,7 +17,6 @@ PATCHES = (
     *vllm.OF_PROCESS,
     *vllm.OTHERS,
     *sglang.HOOKED,
-    *sglang.OTHERS,
 )
 """All rows."""
 

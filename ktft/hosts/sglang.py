@@ -39,14 +39,5 @@ GET_INTERNAL_STATE = Patch(
     "ktft.serve.sglang.hooks:get_internal_state",
     "The HTTP process learns what the experts have computed. SGLang has no way to ask its scheduler anything else.",
 )
-SERVED_MODEL_NAME = Patch(
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager",
-    "served_model_name",
-    "ktft.serve.sglang.middleware:SglangClient",
-    "The list of models has the name of the adapter that is served now. SGLang's own is fixed when the server starts.",
-    on_instances=True,
-)
 HOOKED = (GET_MODEL_LOADER, INIT_LORA_MANAGER, INIT_LORA, RESOLVE_LORA_PATH, GET_INTERNAL_STATE)
 """For the whole process of a server, by SGLang's hooks."""
-OTHERS = (SERVED_MODEL_NAME,)
-"""Put on single objects."""

@@ -37,13 +37,6 @@ EXPERTS_FORWARD = Patch(
     on_instances=True,
     since="0.32.0",
 )
-BASE_MODEL_PATHS = Patch(
-    "vllm.entrypoints.openai.models.serving.OpenAIServingModels",
-    "base_model_paths",
-    "ktft.serve.vllm.middleware:VllmClient",
-    "Responses carry the name of the adapter that is served now. vLLM's own names are fixed when the server starts.",
-    on_instances=True,
-)
 LORA_REQUESTS = Patch(
     "vllm.entrypoints.openai.models.serving.OpenAIServingModels",
     "lora_requests",
@@ -61,5 +54,5 @@ LOAD_LORA_MODEL = Patch(
 )
 OF_PROCESS = (LOAD_LORA_MODEL,)
 """For the whole process of a server."""
-OTHERS = (QUANT_METHOD, NORM_FORWARD, ATTENTION_FORWARD, EXPERTS_FORWARD, BASE_MODEL_PATHS, LORA_REQUESTS)
+OTHERS = (QUANT_METHOD, NORM_FORWARD, ATTENTION_FORWARD, EXPERTS_FORWARD, LORA_REQUESTS)
 """Put on single objects."""

@@ -69,7 +69,7 @@ class Engine:
     - end with its parent (`ktft.serve.front.processes.follow`), and within `DRAIN` seconds of SIGTERM;
     - answer `GET /health` with 200 once it serves;
     - put a `ktft.serve.front.gate.Gate` before its HTTP application;
-    - unless `one_at_a_time`, compute each request with the adapter of its model's name, and let no prompt use KV cache
+    - compute each request with the adapter of its model's name, and let no prompt use KV cache
       of another number than its own adapter's.
 
     Attributes:
@@ -138,20 +138,14 @@ class EngineError(Exception):
 class Client(Protocol):
     """A running engine, as the gate in front of its HTTP application asks it."""
 
-    async def set_adapter(self, path: str | None) -> dict[str, Any]:
-        """Serve the adapter in this directory, or the base model; see `ktft.serve.runtime.swap.swap_adapter`.
+    async def add_adapter(self, number: int, path: str) -> dict[str, Any]:
+        """Load the adapter in this directory beside those that are served; see `ktft.serve.runtime.slots.add_adapter`.
 
         Returns:
             What the answer to the request says besides the model's name.
 
         Raises:
-            EngineError: it did not work. What was served before still is, unless the message has `MIXED`.
-        """
-
-    async def add_adapter(self, number: int, path: str) -> dict[str, Any]:
-        """Load the adapter in this directory beside those that are served; see `ktft.serve.runtime.swap.add_adapter`.
-
-        Returns what `set_adapter` does, and raises EngineError if it did not work: then nothing has changed.
+            EngineError: it did not work. Nothing has changed.
         """
 
     async def remove_adapter(self, number: int) -> None:
@@ -162,9 +156,3 @@ class Client(Protocol):
 
     async def status(self) -> dict[str, Any]:
         """`ktft.serve.runtime.served_model.ServedModel.status`. It raises any exception if the engine is dead."""
-
-    async def forget_prefixes(self) -> bool:
-        """Drop the KV cache of earlier prompts. False: a request still uses some of it, so nothing was dropped."""
-
-    def rename(self, name: str) -> None:
-        """Call the model by this name in responses from now on."""

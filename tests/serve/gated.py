@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from ktft.serve.engine import EngineError
 from ktft.serve.front import asgi
@@ -43,42 +45,29 @@ class Engine:
     `loaded` are the directories of adapters by number, `announced` is what names stand for.
     """
 
-    adapter: str | None = None
     loaded: dict[int, str] = field(default_factory=dict)
     announced: dict[str, tuple[int, str]] = field(default_factory=dict)
     name: str = "at start"
     failure: str | None = None
     dead: bool = False
-    busy: int = 0  # how many times prefixes still cannot be forgotten
     calls: list[str] = field(default_factory=list)
     slow: asyncio.Event | None = None
-
-    async def forget_prefixes(self) -> bool:
-        self.calls.append("reset")
-        self.busy -= 1
-        return self.busy < 0
 
     async def status(self) -> dict[str, Any]:
         self._require_alive()
         self.calls.append("status")
         return STATUS
 
-    async def set_adapter(self, path: str | None) -> dict[str, Any]:
+    async def add_adapter(self, number: int, path: str) -> dict[str, Any]:
         self._require_alive()
         if self.slow is not None:
             await self.slow.wait()
         if self.failure:
             raise EngineError(self.failure, dead=False)
-        self.calls.append(f"set {path}")
-        self.adapter = path
-        return {"adapter": path and {"path": path}, "seconds": 0.1}
-
-    async def add_adapter(self, number: int, path: str) -> dict[str, Any]:
-        result = await self.set_adapter(path)
-        self.adapter, self.calls[-1] = None, f"add {path}"
+        self.calls.append(f"add {path}")
         assert number not in self.loaded
         self.loaded[number] = path
-        return result
+        return {"adapter": {"path": path}, "seconds": 0.1}
 
     async def remove_adapter(self, number: int) -> None:
         self._require_alive()
@@ -86,9 +75,6 @@ class Engine:
 
     def announce(self, adapters: Mapping[str, tuple[int, str]]) -> None:
         self.announced = dict(adapters)
-
-    def rename(self, name: str) -> None:
-        self.name = name
 
     def _require_alive(self) -> None:
         if self.dead:
@@ -100,15 +86,17 @@ class Server:
 
     def __init__(self, settings: ServeSettings, registry: CollectorRegistry) -> None:
         self.engine, self.registry = Engine(), registry
-        if settings.one_at_a_time:
-            self.engine.adapter = settings.adapters[0][1] if settings.adapters else None
-        else:
-            self.engine.loaded = {number: path for number, (_, path) in enumerate(settings.adapters, start=1)}
+        self.engine.loaded = {number: path for number, (_, path) in enumerate(settings.adapters, start=1)}
         self.go = asyncio.Event()
         self.go.set()
         self.seen: list[tuple[str, bytes]] = []
-        self.raises: int | None = None  # after an answer with this status
+        self.raises: int | None = None  # in place of an answer, which its handler of errors gives with this status
+        self.exception_handlers = {Exception: self.handled}
         self.gate = Gate(self.inner, lambda scope: self.engine, PATHS, settings, registry)
+
+    async def handled(self, request: Request, error: Exception) -> JSONResponse:
+        said = {"message": str(error), "type": "BadRequestError", "code": self.raises}
+        return JSONResponse({"error": said}, self.raises or 500)
 
     async def inner(self, scope: Any, receive: Any, send: Any) -> None:
         body = b""
@@ -118,7 +106,6 @@ class Server:
             body = message["body"]
         self.seen.append((scope["path"], body))
         if self.raises is not None:
-            await asgi.Refusal(self.raises, "no prompt").answer(send)
             raise ValueError("no prompt")
         if scope["path"] == "/metrics":
             await asgi.answer_json(send, generate_latest(self.registry).decode())
@@ -138,8 +125,7 @@ class Server:
                 return
             if number:  # as the engine would: with what it holds now
                 adapter = self.engine.loaded[number]
-            said = self.engine.adapter if self.gate.settings.one_at_a_time else adapter
-            await send({"type": "http.response.body", "body": f"{said} ".encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": f"{adapter} ".encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -169,6 +155,7 @@ def request(server: Server, path: str, content: Any = None, **how: Any) -> tuple
         "method": "GET" if content is None else "POST",
         "path": path,
         "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
+        "app": server,
         **how,
     }
     parts = [{"type": "http.request", "body": body[i : i + 1000], "more_body": True} for i in range(0, len(body), 1000)]
@@ -234,14 +221,13 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    """`serve(**settings)` -> a new server, by default with one adapter at a time.
+    """`serve(**settings)` -> a new server.
 
     If a test hangs, all threads are printed and the run ends.
     """
     checkpoint = tmp_path / "base"
     checkpoint.mkdir()
     common = {"swap_timeout": 60.0, "adapter_swap": True, "status_path": str(tmp_path / "status.json")}
-    common["one_at_a_time"] = True
 
     def make(**settings: Any) -> Server:
         return Server(ServeSettings(str(checkpoint), **common | settings), CollectorRegistry())

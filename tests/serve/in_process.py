@@ -25,12 +25,17 @@ class Served:
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
+        self.number = 0  # of the adapter that prompts have
+        self._last = 100  # of those that `use` has loaded
 
-    def set_adapter(self, path: Path | None) -> dict[str, Any] | None:
-        """Set it through vLLM, as the server does."""
-        (done,) = self.llm.collective_rpc("ktft_set_adapter", args=(None if path is None else str(path),))
-        self.llm.reset_prefix_cache()
-        adapter: dict[str, Any] | None = done["adapter"]
+    def use(self, path: Path | None) -> dict[str, Any] | None:
+        """Load an adapter for the prompts that follow, in place of the one before. None goes back to the base."""
+        before, adapter = self.number, None
+        if path is not None:
+            adapter, self._last = self.add_adapter(self._last + 1, path), self._last + 1
+        self.number = 0 if path is None else self._last
+        if before:
+            self.remove_adapter(before)
         return adapter
 
     def add_adapter(self, number: int, path: Path) -> dict[str, Any]:
@@ -47,11 +52,10 @@ class Served:
         With each come the log-probabilities of all tokens, the prompt's after the first and those of the continuation.
         """
         from vllm import SamplingParams
-        from vllm.lora.request import LoRARequest
 
         parameters = SamplingParams(temperature=0, max_tokens=tokens, prompt_logprobs=0, logprobs=0, ignore_eos=True)
         prompts = [{"prompt_token_ids": list(ids)} for ids, _ in asked]
-        adapters = [LoRARequest(f"a{n}", n, f"/a#{n}") if n else None for _, n in asked]
+        adapters = [self._carried(n) for _, n in asked]
         found = []
         for out in self.llm.generate(prompts, parameters, use_tqdm=False, lora_request=adapters):
             (said,) = out.outputs
@@ -60,13 +64,24 @@ class Served:
             found.append((list(said.token_ids), torch.tensor([each[i].logprob for i, each in every])))
         return found
 
+    def _generate(self, ids: Sequence[int], parameters: Any) -> Any:
+        carried = self._carried(self.number)
+        return self.llm.generate([{"prompt_token_ids": list(ids)}], parameters, use_tqdm=False, lora_request=carried)
+
+    @staticmethod
+    def _carried(number: int) -> Any:
+        """What a request for an adapter carries."""
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(f"a{number}", number, f"/a#{number}") if number else None
+
     def status(self) -> dict[str, Any]:
         (status,) = self.llm.collective_rpc("ktft_status")
         return dict(status)
 
     @property
     def adapter(self) -> dict[str, Any] | None:
-        """What the status tells of the adapter that is served alone."""
+        """What the status tells of the only adapter."""
         adapters = self.status()["adapters"]
         assert len(adapters) < 2
         return next(iter(adapters), None)
@@ -82,7 +97,7 @@ class Served:
         from vllm import SamplingParams
 
         parameters = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-        (out,) = self.llm.generate([{"prompt_token_ids": list(ids)}], parameters, use_tqdm=False)
+        (out,) = self._generate(ids, parameters)
         return torch.tensor([found[i].logprob for i, found in zip(ids[1:], out.prompt_logprobs[1:], strict=True)])
 
     def greedy(self, ids: Sequence[int] = IDS, tokens: int = 8) -> tuple[list[int], list[float]]:
@@ -90,20 +105,16 @@ class Served:
         from vllm import SamplingParams
 
         parameters = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True)
-        (out,) = self.llm.generate([{"prompt_token_ids": list(ids)}], parameters, use_tqdm=False)
+        (out,) = self._generate(ids, parameters)
         (said,) = out.outputs
         return list(said.token_ids), [each[i].logprob for i, each in zip(said.token_ids, said.logprobs, strict=True)]
 
 
 @contextmanager
 def served(checkpoint: Path, *, options: dict[str, Any] | None = None, **settings: Any) -> Iterator[Served]:
-    """Serve a checkpoint, with one adapter at a time unless told otherwise.
-
-    `settings` are `ServeSettings`'s, `options` vLLM's.
-    """
-    settings = {"threads": 1, "adapter_swap": True, "one_at_a_time": True} | settings
-    if not settings["one_at_a_time"]:
-        options = {"enable_lora": True, "max_loras": settings.get("max_adapters", 8)} | (options or {})
+    """Serve a checkpoint, with room for adapters. `settings` are `ServeSettings`'s, `options` vLLM's."""
+    settings = {"threads": 1, "adapter_swap": True} | settings
+    options = {"enable_lora": True, "max_loras": settings.get("max_adapters", 8)} | (options or {})
     environment = ENVIRONMENT | ServeSettings(str(checkpoint), **settings).to_env()
     with patch.dict(os.environ, environment), patch.object(experts, "_current", None):
         from vllm.platforms import current_platform

@@ -1,9 +1,8 @@
-"""The gate in front of an engine's server: one adapter at a time changes while requests are in flight."""
+"""Changes of adapters at the gate: they wait for the requests of their own name, and those wait for them."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -31,159 +30,68 @@ __all__ = ["anyio_backend", "serve", "server", "tuned"]
 pytestmark = pytest.mark.anyio
 
 
-async def test_load_and_unload(server: Server, tuned: str, tmp_path: Path) -> None:
-    response = await load(server, tuned)
-    assert (response.status, json.loads(response.body)["model"]) == (200, "tuned")
-    assert server.engine.calls == ["reset", f"set {tuned}"]  # old prefixes first, then the adapter
-    response = await ask(server, "base")
-    assert response.status == 404
-    assert "what is served is the adapter tuned of base" in response.error["message"]
-    assert (await ask(server, "tuned")).body == f"{tuned} ".encode() * 3
-    assert server.engine.name == "tuned"
-    models = json.loads((await done(server, "/v1/models")).body)
-    assert models == {"data": [{"id": "tuned", "parent": "base", "root": tuned}]}
-    assert json.loads((tmp_path / "adapter.json").read_text()) == [["tuned", tuned]]
-
-    assert (await unload(server, "other")).status == 404
-    assert (await unload(server)).status == 200
-    assert server.engine.adapter is None
-    assert (await ask(server, "tuned")).status == 404
-    assert (await ask(server, "base")).status == 200
-    assert json.loads((tmp_path / "adapter.json").read_text()) == []
-    assert (await unload(server)).status == 404
-
-
-async def test_a_server_without_adapter_swap_loads_none(serve: Serve, tuned: str) -> None:
-    server = serve(adapter_swap=False)
-    response = await load(server, tuned)
-    assert response.status == 400
-    assert "start it with --adapter-swap" in response.error["message"]
-
-
-async def test_an_adapter_given_at_the_start(serve: Serve, tmp_path: Path) -> None:
-    server = serve(adapters=(("mine", adapter(tmp_path / "tuned")),))
-    assert (await ask(server, "base")).status == 404
-    assert (await ask(server, "mine")).status == 200
-
-
-async def test_swaps_wait_for_streams_and_requests_wait_for_swaps(server: Server, tuned: str) -> None:
-    server.go.clear()
-    stream, streamed = request(server, CHAT, {"model": "base", "messages": HELLO})
-    await settle()
-    assert streamed.status == 200  # the headers were sent, the body was not
-    swap = asyncio.ensure_future(load(server, tuned))
-    await settle()
-    old, refused = request(server, CHAT, {"model": "base", "messages": HELLO})
-    new, answered = request(server, CHAT, {"model": "tuned", "messages": HELLO})
-    await settle()
-    assert server.gate.admission.waiting == 2
-    assert not swap.done() and not server.engine.calls
-    server.go.set()
-    await asyncio.gather(stream, swap, old, new)
-    assert streamed.body == b"None None None "
-    assert swap.result().status == 200
-    assert refused.status == 404
-    assert answered.body == f"{tuned} ".encode() * 3
-    assert server.gate.admission.in_flight == server.gate.admission.waiting == 0
-
-
 async def test_a_disconnected_stream_is_no_longer_in_flight(server: Server, tuned: str) -> None:
+    await load(server, tuned)
     server.go.clear()
-    stream, streamed = request(server, CHAT, {"model": "base", "messages": HELLO})
-    swap = asyncio.ensure_future(load(server, tuned))
+    stream, streamed = request(server, CHAT, {"model": "tuned", "messages": HELLO})
     await settle()
+    change = asyncio.ensure_future(unload(server))
+    await settle()
+    assert not change.done()
     streamed.leave.set()
-    await asyncio.gather(stream, swap)
-    assert swap.result().status == 200
+    await asyncio.gather(stream, change)
+    assert change.result().status == 200
 
 
-async def test_a_client_that_disconnects_while_waiting(server: Server, tuned: str) -> None:
-    server.engine.slow = asyncio.Event()
-    swap = asyncio.ensure_future(load(server, tuned))
-    await settle()
-    waits, waiting = request(server, CHAT, {"model": "tuned", "messages": HELLO})
-    await settle()
-    waiting.leave.set()
-    await waits
-    assert waiting.status == 0 and not server.seen
-    assert server.gate.admission.waiting == 0
-    server.engine.slow.set()
-    await swap
-
-
-async def test_waiting_too_long_is_answered_with_503(serve: Serve, tuned: str) -> None:
-    """An endless stream blocks a swap, and an endless swap blocks requests. Each is told to try again."""
-    server = serve(swap_timeout=0.2)
+async def test_requests_wait_for_a_change_of_their_name(server: Server, tuned: str, tmp_path: Path) -> None:
+    """They then get the new adapter. One that leaves meanwhile reaches no engine."""
+    other = adapter(tmp_path / "other")
+    await load(server, tuned)
     server.go.clear()
-    stream, _ = request(server, CHAT, {"model": "base", "messages": HELLO})
+    stream, streamed = request(server, CHAT, {"model": "tuned", "messages": HELLO})
     await settle()
-    response = await load(server, tuned)
-    assert (response.status, response.headers["retry-after"]) == (503, "1")
-    assert "in flight" in response.error["message"]
+    change = asyncio.ensure_future(load(server, other))
+    await settle()
+    waits, answered = request(server, CHAT, {"model": "tuned", "messages": HELLO})
+    leaves, leaving = request(server, CHAT, {"model": "tuned", "messages": HELLO})
+    await settle()
+    assert server.gate.admission.waiting == 2 and not change.done()
+    leaving.leave.set()
+    await leaves
+    assert leaving.status == 0 and server.gate.admission.waiting == 1
+    server.go.set()
+    await asyncio.gather(stream, change, waits)
+    assert change.result().status == 200
+    assert streamed.body == f"{tuned} ".encode() * 3 and answered.body == f"{other} ".encode() * 3
+    assert server.gate.admission.in_flight == server.gate.admission.waiting == 0
+    assert server.engine.calls == [f"add {tuned}", f"add {other}", f"remove {tuned}"]
+
+
+async def test_a_request_that_waits_too_long_is_told_to_try_again(serve: Serve, tuned: str) -> None:
+    server = serve(swap_timeout=0.3)
+    await load(server, tuned)
+    server.go.clear()
+    stream, _ = request(server, CHAT, {"model": "tuned", "messages": HELLO})
+    await settle()
+    change = asyncio.ensure_future(unload(server))
+    await settle()
+    answers = await asyncio.gather(ask(server, "tuned"), change)
+    assert [(each.status, each.headers["retry-after"]) for each in answers] == [(503, "1")] * 2
+    assert "in flight" in answers[1].error["message"]
     server.go.set()
     await stream
-    assert (await ask(server, "base")).status == 200  # nothing has changed
-
-    server.engine.slow = asyncio.Event()
-    swap = asyncio.ensure_future(load(server, tuned))
-    await settle()
-    assert (await ask(server, "base")).status == 503
-    assert (await unload(server)).status == 404
-    assert (await load(server, tuned, "second")).status == 503
-    server.engine.slow.set()
-    assert (await swap).status == 200
-    assert (await ask(server, "tuned")).status == 200
+    assert (await ask(server, "tuned")).status == 200  # nothing has changed
 
 
-async def test_swaps_run_one_after_the_other(server: Server, tmp_path: Path) -> None:
-    """Requests that waited for the first swap are served before the second."""
+async def test_changes_run_one_after_the_other(server: Server, tmp_path: Path) -> None:
     paths = [adapter(tmp_path / name) for name in ("one", "two")]
     server.engine.slow = asyncio.Event()
-    first = asyncio.ensure_future(load(server, paths[0], "one"))
+    first, second = (asyncio.ensure_future(load(server, path, Path(path).name)) for path in paths)
     await settle()
-    waits, answered = request(server, CHAT, {"model": "one", "messages": HELLO})
-    await settle()
-    second = asyncio.ensure_future(load(server, paths[1], "two"))
-    await settle()
+    assert not server.engine.calls
     server.engine.slow.set()
     assert [(await each).status for each in (first, second)] == [200, 200]
-    await waits
-    assert answered.body == f"{paths[0]} ".encode() * 3
-    assert server.engine.calls == ["reset", f"set {paths[0]}", "reset", f"set {paths[1]}"]
-    assert server.gate.adapters.changes == 2
-
-
-async def test_many_swaps_under_load_never_mix_adapters(server: Server, tmp_path: Path) -> None:
-    paths = {name: adapter(tmp_path / name) for name in ("one", "two", "three")}
-    counts = {200: 0, 404: 0}
-
-    async def client(name: str) -> None:
-        for _ in range(60):
-            response = await ask(server, name)
-            counts[response.status] += 1
-            if response.status == 200:
-                assert response.body == f"{paths[name]} ".encode() * 3
-            await asyncio.sleep(0)
-
-    async def swapper() -> None:
-        for number in range(30):
-            name = list(paths)[number % 3]
-            assert (await load(server, paths[name], name)).status == 200
-            await asyncio.sleep(0)
-
-    await asyncio.gather(swapper(), *(client(name) for name in (*paths, *paths)))
-    assert min(counts.values()) > 30
-
-
-async def test_a_failed_load_changes_nothing(server: Server, tmp_path: Path) -> None:
-    good, bad = adapter(tmp_path / "good"), adapter(tmp_path / "bad")
-    await load(server, good, "good")
-    server.engine.failure = "bad/adapter_model.safetensors: lora_A of layer 3 is [4, 64], rank is 8"
-    response = await load(server, bad, "bad")
-    assert response.status == 400
-    assert response.error["message"] == server.engine.failure
-    assert (await ask(server, "bad")).status == 404
-    assert (await ask(server, "good")).body == f"{good} ".encode() * 3
+    assert server.engine.calls == [f"add {path}" for path in paths] and server.gate.adapters.changes == 2
 
 
 @pytest.mark.parametrize(
@@ -204,18 +112,3 @@ async def test_bad_loads_are_refused_without_waiting(server: Server, content: An
     assert words in response.error["message"]
     server.go.set()
     await stream
-
-
-async def test_a_swap_waits_until_prefixes_are_forgotten(
-    serve: Serve, tuned: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ktft.serve.front.adapters._RESET_PAUSE", 0.0)
-    server = serve()
-    server.engine.busy = 3
-    assert (await load(server, tuned)).status == 200
-    assert server.engine.calls == ["reset"] * 4 + [f"set {tuned}"]
-    server.engine.busy = 1 << 30
-    response = await unload(server)
-    assert response.status == 503
-    assert server.engine.adapter == tuned
-    assert (await ask(server, "tuned")).status == 200

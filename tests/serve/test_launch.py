@@ -257,8 +257,7 @@ def test_vllm_gets_its_arguments_and_never_the_key(tmp_path: Path) -> None:
     pairs = dict(pairwise(words))
     assert (pairs["--served-model-name"], pairs["--tool-call-parser"]) == ("base", "hermes")
     assert "--enable-lora" in words and pairs["--max-loras"] == "8"
-    one = VLLM.arguments(replace(settings, one_at_a_time=True), options, found)
-    assert dict(pairwise(one))["--served-model-name"] == "tuned" and "--enable-lora" not in one
+    assert "--enable-lora" not in VLLM.arguments(replace(settings, adapters=()), options, found)
     assert pairs["--quantization"] == pairs["--load-format"] == "ktft"
     assert words[-2:] == ["--seed", "3"] and "secret" not in words
     for model_type, text, parser in (("deepseek_v3", "", False), ("deepseek_v3", "<｜tool▁calls▁begin｜>", True)):  # noqa: RUF001

@@ -29,11 +29,8 @@ class EngineClient:
 
     errored = False
 
-    async def reset_prefix_cache(self) -> bool:
-        return True
-
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        if method == "ktft_set_adapter" and args == ("bad",):
+        if method == "ktft_add_adapter" and args == (2, "bad"):
             raise Exception("Call to collective_rpc method failed: lora_A is [4, 64], rank is 8")
         return [{"asked": [method, *args]}]
 
@@ -47,10 +44,8 @@ def scope_of(engine: EngineClient) -> dict[str, Any]:
 def test_answers_of_the_worker() -> None:
     async def ask() -> None:
         client = VllmClient(scope_of(EngineClient()))
-        assert await client.set_adapter("good") == {"asked": ["ktft_set_adapter", "good"]}
-        assert await client.set_adapter(None) == {"asked": ["ktft_set_adapter", None]}
+        assert await client.add_adapter(1, "good") == {"asked": ["ktft_add_adapter", 1, "good"]}
         assert await client.status() == {"asked": ["ktft_status"]}
-        assert await client.forget_prefixes()
 
     asyncio.run(ask())
 
@@ -60,15 +55,8 @@ def test_errors_of_the_worker(errored: bool) -> None:
     engine = EngineClient()
     engine.errored = errored
     with pytest.raises(EngineError) as error:
-        asyncio.run(VllmClient(scope_of(engine)).set_adapter("bad"))
+        asyncio.run(VllmClient(scope_of(engine)).add_adapter(2, "bad"))
     assert (str(error.value), error.value.dead) == ("lora_A is [4, 64], rank is 8", errored)
-
-
-def test_responses_have_the_adapters_name() -> None:
-    scope = scope_of(EngineClient())
-    models = scope["app"].state.openai_serving_models.base_model_paths
-    VllmClient(scope).rename("tuned")
-    assert models == [BaseModelPath("tuned", "/base")]  # in place, since vLLM keeps the same list elsewhere too
 
 
 def test_vllms_words_are_stripped_from_the_reason() -> None:

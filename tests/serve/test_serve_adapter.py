@@ -24,10 +24,9 @@ from in_process import Served, served
 
 from ktft.adapters.below import describe
 from ktft.adapters.files import CONFIG
-from ktft.serve.runtime.lora_linear import A
 from ktft.serve.runtime.served_adapter import ServedAdapter, Slot, Target
 from ktft.serve.runtime.served_model import current
-from ktft.serve.vllm.lora_linear import KtftLinearMethod, slots_of
+from ktft.serve.vllm.lora_linear import slots_of
 
 FILE = "adapter_model.safetensors"
 SIZES: dict[str, dict[str, Any]] = {"qwen2moe": {"hidden_size": 128}, "dsv3": DSV3}
@@ -55,7 +54,7 @@ def qwen(base: Path) -> Iterator[Served]:
 
 def test_every_kind_of_module_takes_effect(qwen: Served, base: Path, tmp_path: Path) -> None:
     """An adapter for each kind of module: attention, shared experts and their gate, routed experts. Then one on all."""
-    qwen.set_adapter(None)
+    qwen.use(None)
     plain = qwen.logprobs()
     assert (plain - expected(base)).norm() < 1e-2 * plain.norm()
     attention, shared = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
@@ -64,7 +63,7 @@ def test_every_kind_of_module_takes_effect(qwen: Served, base: Path, tmp_path: P
         [([each], {}) for each in (*attention, *shared, "experts", "shared_expert_gate")] + [("all-linear", mixed)]
     ):
         adapter = random_adapter(base, tmp_path / str(number), std=0.3, target_modules=targets, **options)
-        told = qwen.set_adapter(adapter)
+        told = qwen.use(adapter)
         assert told is not None
         assert error_of_effect(qwen, base, adapter, plain) < 0.1, targets
         assert sum(told["tensors"].values()) == len(load_file(adapter / FILE))
@@ -75,10 +74,10 @@ def test_every_kind_of_module_takes_effect(qwen: Served, base: Path, tmp_path: P
 
 def test_what_experts_share_takes_effect(qwen: Served, base: Path, tmp_path: Path) -> None:
     """Every expert gets the matrix that the file has once."""
-    qwen.set_adapter(None)
+    qwen.use(None)
     plain = qwen.logprobs()
     adapter = random_adapter(base, tmp_path / "a", std=0.3, form="shared_outer", target_modules=["experts", "o_proj"])
-    told = qwen.set_adapter(adapter)
+    told = qwen.use(adapter)
     assert error_of_effect(qwen, base, adapter, plain) < 0.1
     assert told is not None and told["tensors"]["routed experts"] == 3 * (3 + 3 * 8)
 
@@ -86,77 +85,30 @@ def test_what_experts_share_takes_effect(qwen: Served, base: Path, tmp_path: Pat
 # --- swapping ---------------------------------------------------------------------------------------------------------
 
 
-def test_swaps_are_exact_and_free_the_old_tensors(qwen: Served, base: Path, tmp_path: Path) -> None:
+def test_changes_are_exact_and_free_the_old_tensors(qwen: Served, base: Path, tmp_path: Path) -> None:
     one, two = (random_adapter(base, tmp_path / str(seed), seed=seed) for seed in (1, 2))
     said = {}
-    qwen.set_adapter(None)
-    said[None] = qwen.greedy(), qwen.logprobs().tolist()
-    for adapter in (one, two):
-        qwen.set_adapter(adapter)
+    for adapter in (None, one, two):
+        qwen.use(adapter)
         said[adapter] = qwen.greedy(), qwen.logprobs().tolist()
     assert len({str(each) for each in said.values()}) == 3
-    left: list[weakref.ref[Tensor]] = []
+    left: list[weakref.ref[Any]] = []
     for adapter in (one, None, two, one, two, None, one):
-        told = qwen.set_adapter(adapter)
+        told = qwen.use(adapter)
         assert (told and told["path"]) == (adapter and str(adapter)) and qwen.adapter == told
         assert (qwen.greedy(), qwen.logprobs().tolist()) == said[adapter]
         gc.collect()
         assert not [each for each in left if each() is not None], "tensors of the one before are still in memory"
-        applied = [experts.lora for experts in current().layers.values() if experts.lora]
-        stacks = [pair.a for lora in applied for pair in lora.pairs.values()]
-        slots = [getattr(layer, A) for layer in slots_of(qwen.model).values()]
-        assert bool(stacks) == any(each.numel() for each in slots) == (adapter is not None)
-        left = [weakref.ref(each) for each in (*stacks, *slots) if each.numel()]
-        del applied, stacks, slots
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["from the base", "from another"])
-def test_running_out_of_memory_during_a_swap_changes_nothing(
-    qwen: Served, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
-) -> None:
-    """The adapter from before stays in full, whichever layer runs out of memory."""
-    one, two = (random_adapter(base, tmp_path / str(seed), seed=seed) for seed in (1, 2))
-    told = qwen.set_adapter(None if first else one)
-    before, put = qwen.logprobs(), KtftLinearMethod.put
-    for last in (0, 1, len(slots_of(qwen.model)) - 1):
-        for adapter in (two, None if told else two):
-            calls: list[Any] = []
-
-            def out_of_memory(*args: Any, calls: list[Any] = calls, at: int = last) -> None:
-                calls.append(args)
-                if len(calls) == at + 1:
-                    raise torch.OutOfMemoryError("out of memory")
-                put(*args)
-
-            with monkeypatch.context() as patch:
-                patch.setattr(KtftLinearMethod, "put", out_of_memory)
-                with pytest.raises(Exception, match="out of memory"):
-                    qwen.set_adapter(adapter)
-            assert torch.equal(qwen.logprobs(), before) and qwen.adapter == told
-
-
-def test_a_swap_that_cannot_be_undone_says_so(
-    qwen: Served, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error says so; the next change that works repairs the model."""
-    adapter = random_adapter(base, tmp_path / "one", seed=1)
-    qwen.set_adapter(None)
-    before = qwen.logprobs()
-
-    def out_of_memory(*_: Any) -> None:
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(KtftLinearMethod, "put", out_of_memory)
-    with pytest.raises(Exception, match="parts of two adapters are in the model: out of memory; and the one before"):
-        qwen.set_adapter(adapter)
-    monkeypatch.undo()
-    qwen.set_adapter(None)
-    assert torch.equal(qwen.logprobs(), before)
+        shared = [slot.shared for slot in slots_of(qwen.model).values() if slot.shared is not None]
+        kept = [each for experts in current().layers.values() for each in experts.kept.values()]
+        assert bool(shared) == bool(kept) == (adapter is not None)
+        left = [weakref.ref(each.a) for each in shared]
+        del shared, kept
 
 
 def test_a_bad_adapter_leaves_the_current_one(qwen: Served, base: Path, bases: dict[str, Path], tmp_path: Path) -> None:
     good = random_adapter(base, tmp_path / "good", seed=3)
-    qwen.set_adapter(good)
+    qwen.use(good)
     before, status = qwen.logprobs(), qwen.adapter
 
     def broken(change: Callable[[dict[str, Tensor]], Any]) -> Path:
@@ -189,7 +141,7 @@ def test_a_bad_adapter_leaves_the_current_one(qwen: Served, base: Path, bases: d
         (random_adapter(base, tmp_path / "wide", r=65, target_modules=["v_proj"]), "has rank 65.*--max-lora-rank 65"),
     ):
         with pytest.raises(Exception, match=message):
-            qwen.set_adapter(path)
+            qwen.use(path)
         assert qwen.adapter == status
     qwen.llm.reset_prefix_cache()
     assert torch.equal(qwen.logprobs(), before)
@@ -200,7 +152,7 @@ def test_too_little_memory_is_refused_before_anything_changes(
 ) -> None:
     monkeypatch.setattr("ktft.serve.runtime.served_adapter.available_memory", lambda: 1 << 16)
     with pytest.raises(ValueError, match=r"MiB of memory, 0.1 MiB are free .*unload an adapter first"):
-        qwen.set_adapter(random_adapter(base, tmp_path / "big"))
+        qwen.use(random_adapter(base, tmp_path / "big"))
 
 
 # --- places, without a server -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Adapters on a model with latent attention, from the start of the server and in compiled code."""
+"""Adapters on a model with latent attention, also from the start of the server."""
 
 from __future__ import annotations
 
@@ -14,33 +14,27 @@ from adapters import random_adapter
 from effects import DSV3, MLA, error_of_effect, expected
 from in_process import served
 
-from ktft.serve.runtime.lora_linear import A
-from ktft.serve.vllm.lora_linear import slots_of
-
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "q_b_proj", "o_proj")
 
 
-def test_an_adapter_from_the_start_in_compiled_code(tmp_path: Path) -> None:
-    """Latent attention with fused input projections, a dense layer and shared experts, in slots of a fixed rank."""
+def test_adapters_on_every_linear_layer(tmp_path: Path) -> None:
+    """Latent attention with fused input projections, a dense layer and shared experts; one is there from the start."""
     base = write_checkpoint("dsv3", tmp_path / "base", **DSV3)
     one = random_adapter(base, tmp_path / "one", target_modules=["q_a_proj", "kv_a_proj_with_mqa"])
     others = [random_adapter(base, tmp_path / each, target_modules=[each]) for each in PROJECTIONS]
-    named, options = (("one", str(one)),), MLA | {"enforce_eager": False}
-    with served(base, options=options, adapters=named, max_lora_rank=8) as running:
+    with served(base, options=MLA, adapters=(("one", str(one)),), max_lora_rank=8) as running:
         assert running.adapter["name"] == "one"
-        (first, *_) = slots_of(running.model).values()
-        assert len(getattr(first, A)) == 8 * len(first.output_partition_sizes)
-        with_one = running.logprobs()
-        running.set_adapter(None)
         plain = running.logprobs()
         assert (plain - expected(base)).norm() < 1e-2 * plain.norm()
+        running.number = 1
+        with_one = running.logprobs()
         for adapter in (one, *others):
-            running.set_adapter(adapter)
+            running.use(adapter)
             assert error_of_effect(running, base, adapter, plain) < 0.1, adapter
             assert torch.equal(running.logprobs(), with_one) == (adapter is one)
         refused = random_adapter(base, tmp_path / "latent", target_modules=["kv_b_proj"])
         with pytest.raises(ValueError, match="would not apply .*kv_b_proj.lora_A.* multi-head latent .*ktft merge"):
-            running.set_adapter(refused)
+            running.use(refused)
         large = random_adapter(base, tmp_path / "large", r=9, target_modules=["o_proj"])
         with pytest.raises(ValueError, match=r"o_proj.* has rank 9, the server takes 8 .*--max-lora-rank 9"):
-            running.set_adapter(large)
+            running.use(large)

@@ -74,9 +74,9 @@ def test_as_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with served(checkpoint, expert_format="bf16", dense_format="k4", max_lora_rank=8) as server:
         found = server.logprobs(IDS)
         kinds = {name: getattr(layer, "quant_method", None) for name, layer in server.model.named_modules()}
-        server.set_adapter(adapter)
+        server.use(adapter)
         assert off(server.logprobs(IDS), found) > NOISE
-        server.set_adapter(None)
+        server.use(None)
         assert torch.equal(server.logprobs(IDS), found)
     packed = {name for name, kind in kinds.items() if isinstance(weight_of(kind), PackedWeight)}
     assert {name.rpartition(".")[2] for name in packed} == {"qkv_proj", "o_proj", "lm_head"}
@@ -107,12 +107,12 @@ def test_an_adapter_beside_packed_weights(tmp_path: Path) -> None:
     adapter = random_adapter(checkpoint, tmp_path / "adapter")
     with served(checkpoint, expert_format="bf16", dense_format="int8", max_lora_rank=8) as server:
         base = server.logprobs(IDS)
-        server.set_adapter(adapter)
+        server.use(adapter)
         adapted = server.logprobs(IDS)
-        server.set_adapter(None)
+        server.use(None)
         assert torch.equal(server.logprobs(IDS), base)
     with served(checkpoint, expert_format="bf16", max_lora_rank=8) as server:
-        server.set_adapter(adapter)
+        server.use(adapter)
         plain = server.logprobs(IDS)
     assert off(adapted, plain) < 2 * NOISE < off(adapted, base)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -29,11 +30,12 @@ from vllm.model_executor.layers.linear import (
 from vllm.utils.network_utils import get_open_port
 
 from ktft.hosts import Patch, vllm
-from ktft.serve.runtime.lora_linear import A, B
-from ktft.serve.runtime.served_adapter import SliceLora
+from ktft.serve.runtime.lora_linear import LoraLinear
+from ktft.serve.runtime.served_adapter import SliceLora, Slot
+from ktft.serve.runtime.step_adapters import StepAdapters
 from ktft.serve.vllm.lora_linear import KtftLinearMethod
 
-HIDDEN, RANK = 64, 8
+HIDDEN = 64
 Make = Callable[[torch.dtype], Any]
 LAYERS: dict[str, Make] = {
     "qkv": lambda dtype: QKVParallelLinear(HIDDEN, 16, 4, 2, bias=True, params_dtype=dtype),
@@ -61,7 +63,7 @@ def test_vllm_has_what_ktft_replaces(patch: Patch) -> None:
         patch.put(object(), None)
 
 
-def make(name: str, dtype: torch.dtype, fixed: int | None) -> tuple[Any, Tensor, Tensor | None]:
+def make(name: str, dtype: torch.dtype) -> tuple[Any, Tensor, Tensor | None]:
     """A layer with a slot, and copies of its weight and bias, which vLLM packs away."""
     torch.manual_seed(0)
     layer = LAYERS[name](dtype)
@@ -71,18 +73,28 @@ def make(name: str, dtype: torch.dtype, fixed: int | None) -> tuple[Any, Tensor,
     if bias is not None:
         layer.bias.data.copy_(bias)
     layer.quant_method.process_weights_after_loading(layer)
-    layer.quant_method = KtftLinearMethod(layer, fixed)
+    slot = Slot(layer.input_size, tuple(layer.output_partition_sizes))
+    layer.quant_method = KtftLinearMethod(layer, LoraLinear(name, slot, StepAdapters()))
     return layer, weight, bias
 
 
 def lora(layer: Any, ranks: dict[int, int], seed: int = 1) -> list[SliceLora]:
     """Random LoRA on these parts of a layer's output."""
     torch.manual_seed(seed)
-    bounds = layer.quant_method.slot.bounds
+    bounds = layer.quant_method.lora.slot.bounds
     return [
         SliceLora(start := bounds[part], stop := bounds[part + 1], torch.randn(r, HIDDEN), torch.randn(stop - start, r))
         for part, r in ranks.items()
     ]
+
+
+def put(layer: Any, slices: list[SliceLora]) -> None:
+    """Give LoRA to the five tokens of a step that follows, in place of what there was."""
+    slot = layer.quant_method.lora
+    slot.share(slot.parted(1))
+    if slices:
+        slot.share(slot.joined(1, slot.stacked(slices)))
+    slot.step.set([1] * 5, {1})
 
 
 def by_peft(x: Tensor, weight: Tensor, bias: Tensor | None, slices: list[SliceLora]) -> Tensor:
@@ -102,78 +114,40 @@ def by_peft(x: Tensor, weight: Tensor, bias: Tensor | None, slices: list[SliceLo
     return out
 
 
-@pytest.mark.parametrize("fixed", [None, RANK], ids=["free", "fixed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [("qkv", {0: 4, 1: 8, 2: 1}), ("qkv", {1: 2}), ("merged", {1: 3}), ("row", {0: 8}), ("replicated", {0: 2})],
 )
-def test_it_computes_what_peft_computes(
-    name: str, ranks: dict[int, int], dtype: torch.dtype, fixed: int | None
-) -> None:
+def test_it_computes_what_peft_computes(name: str, ranks: dict[int, int], dtype: torch.dtype) -> None:
     """Parts of a fused layer have different ranks, or no LoRA. Without LoRA the layer gives its plain product again."""
-    layer, weight, bias = make(name, dtype, fixed)
+    layer, weight, bias = make(name, dtype)
     x = torch.randn(5, HIDDEN).to(dtype)
     plain = layer(x)[0]
     slices = lora(layer, ranks)
-    layer.quant_method.put(layer.quant_method.stacked(slices))
+    put(layer, slices)
     got, expected = layer(x)[0], by_peft(x, weight, bias, slices)
     unit = torch.finfo(dtype).eps
     assert got.dtype == dtype
     assert (got - expected).float().norm() < 2 * unit * expected.float().norm()
-    for start, stop in zip(layer.quant_method.slot.bounds[:-1], layer.quant_method.slot.bounds[1:], strict=True):
+    for start, stop in pairwise(layer.quant_method.lora.slot.bounds):
         changed = not torch.equal(got[:, start:stop], plain[:, start:stop])
         assert changed == any(each.start == start for each in slices)
     if name != "replicated":  # for one column, vLLM's own bf16 product reads the wrong rows
         wide = torch.cat([x, x], dim=1)
         apart = layer(wide[:, HIDDEN:])[0]
         assert torch.allclose(apart, got, rtol=2 * unit, atol=4 * unit), "rows need not be adjacent"
-    layer.quant_method.put(layer.quant_method.stacked([]))
-    assert torch.equal(layer(x)[0], plain)
+    put(layer, [])
+    assert torch.equal(layer(x)[0], plain) and layer.quant_method.lora.shared is None
 
 
 def test_a_slice_may_span_several_parts() -> None:
     """The server splits a layer into finer parts than transformers, as in linear attention's fused input."""
-    layer, weight, _ = make("merged", torch.float32, RANK)
+    layer, weight, _ = make("merged", torch.float32)
     whole = [SliceLora(0, 192, torch.randn(4, HIDDEN), torch.randn(192, 4))]
-    layer.quant_method.put(layer.quant_method.stacked(whole))
-    x = torch.randn(3, HIDDEN)
-    assert torch.allclose(layer(x)[0], by_peft(x, weight, None, whole), atol=1e-4)
-
-
-def test_compiled_code_uses_a_new_adapter() -> None:
-    """With a fixed rank the tensors keep their addresses, as a CUDA graph needs."""
-    layer, weight, bias = make("qkv", torch.float32, RANK)
-    compiled = torch.compile(lambda x: layer(x)[0], backend="eager", fullgraph=True)
     x = torch.randn(5, HIDDEN)
-    plain, places = compiled(x), [getattr(layer, name).data_ptr() for name in (A, B)]
-    for seed in (1, 2):
-        slices = lora(layer, {0: 4, 2: 8}, seed)
-        layer.quant_method.put(layer.quant_method.stacked(slices))
-        assert torch.allclose(compiled(x), by_peft(x, weight, bias, slices), atol=1e-4)
-    layer.quant_method.put(layer.quant_method.stacked([]))
-    assert torch.equal(compiled(x), plain)
-    assert places == [getattr(layer, name).data_ptr() for name in (A, B)]
-
-
-def test_without_an_adapter_an_eager_layer_holds_no_tensors() -> None:
-    layer, _, _ = make("qkv", torch.float32, None)
-    assert getattr(layer, A).numel() == getattr(layer, B).numel() == 0 and layer.quant_method.rank == 0
-
-
-@pytest.mark.parametrize("fixed", [None, RANK], ids=["free", "fixed"])
-def test_held_tensors_can_be_put_back(fixed: int | None) -> None:
-    """After another adapter has taken its place, in the same memory or elsewhere."""
-    layer, _, _ = make("qkv", torch.float32, fixed)
-    method, x = layer.quant_method, torch.randn(5, HIDDEN)
-    outs, held = [], []
-    for slices in ([], lora(layer, {0: 4}), lora(layer, {0: 4, 2: 8}, seed=2)):
-        method.put(method.ready(method.stacked(slices)))
-        outs.append(layer(x)[0])
-        held.append(method.held())
-    for out, tensors in zip(outs, held, strict=True):
-        method.put(tensors)
-        assert torch.equal(layer(x)[0], out)
+    put(layer, whole)
+    assert torch.allclose(layer(x)[0], by_peft(x, weight, None, whole), atol=1e-4)
 
 
 # --- several adapters -------------------------------------------------------------------------------------------------
@@ -183,8 +157,8 @@ def test_held_tensors_can_be_put_back(fixed: int | None) -> None:
 @pytest.mark.parametrize("name", ["qkv", "row"])
 def test_each_row_gets_lora_of_its_own_adapter(name: str, rows: int) -> None:
     """Adapters of different ranks, one without some of the parts, one on another layer alone, and rows without any."""
-    layer, weight, bias = make(name, torch.bfloat16, None)
-    method, parts = layer.quant_method, {"qkv": [{0: 4, 1: 8, 2: 1}, {1: 2}], "row": [{0: 8}, {0: 1}]}[name]
+    layer, weight, bias = make(name, torch.bfloat16)
+    method, parts = layer.quant_method.lora, {"qkv": [{0: 4, 1: 8, 2: 1}, {1: 2}], "row": [{0: 8}, {0: 1}]}[name]
     adapters = {number: lora(layer, ranks, seed=number) for number, ranks in enumerate(parts, start=3)}
     for number, slices in adapters.items():
         method.share(method.joined(number, method.stacked(slices)))
@@ -210,15 +184,9 @@ def test_each_row_gets_lora_of_its_own_adapter(name: str, rows: int) -> None:
     assert method.shared is None and torch.equal(layer(x)[0], plain)
 
 
-def test_a_compiled_layer_has_room_for_one() -> None:
-    layer, _, _ = make("qkv", torch.float32, RANK)
-    with pytest.raises(ValueError, match="room for one adapter"):
-        layer.quant_method.joined(1, layer.quant_method.stacked(lora(layer, {0: 4})))
-
-
 def test_the_infinity_of_an_adapter_stays_in_its_rows() -> None:
-    layer, weight, bias = make("row", torch.float32, None)
-    method, fine = layer.quant_method, lora(layer, {0: 4})
+    layer, weight, bias = make("row", torch.float32)
+    method, fine = layer.quant_method.lora, lora(layer, {0: 4})
     broken = [replace(each, a=each.a * 3e38) for each in fine]
     for number, slices in ((1, fine), (2, broken)):
         method.share(method.joined(number, method.stacked(slices)))

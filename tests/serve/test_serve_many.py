@@ -17,7 +17,7 @@ from damage import flip
 from in_process import Served, served
 
 from ktft.config import SHARED_OUTER
-from ktft.serve.vllm.lora_linear import KtftLinearMethod
+from ktft.serve.runtime.lora_linear import LoraLinear
 
 COUNT, FILE = 8, "adapter_model.safetensors"
 NOISE = 0.03
@@ -43,8 +43,8 @@ def alone(served_checkpoint: Path, adapters: list[Path]) -> list[tuple[list[int]
     found = []
     with served(served_checkpoint, expert_format="bf16") as running:
         for number, adapter in enumerate([None, *adapters]):
-            running.set_adapter(adapter)
-            found += running.together([(prompt(number), 0)])
+            running.use(adapter)
+            found += running.together([(prompt(number), running.number)])
     return found
 
 
@@ -52,7 +52,7 @@ def alone(served_checkpoint: Path, adapters: list[Path]) -> list[tuple[list[int]
 def many(served_checkpoint: Path, adapters: list[Path], alone: object) -> Iterator[Served]:
     """A server with all of them, by the numbers 1 to `COUNT`. One process serves one model at a time."""
     named = tuple((f"a{i}", str(path)) for i, path in enumerate(adapters, start=1))
-    with served(served_checkpoint, expert_format="bf16", one_at_a_time=False, adapters=named) as running:
+    with served(served_checkpoint, expert_format="bf16", adapters=named) as running:
         yield running
 
 
@@ -132,13 +132,13 @@ def test_a_load_that_fails_leaves_the_others(
 
     with pytest.raises(Exception, match="is damaged, its CRC-32 is"):
         many.add_adapter(30, tmp_path / "flipped")
-    for name in ("ktft.native.ExpertLayer.keep_lora", "ktft.serve.vllm.lora_linear.KtftLinearMethod.joined"):
+    for name in ("ktft.native.ExpertLayer.keep_lora", "ktft.serve.runtime.lora_linear.LoraLinear.joined"):
         with monkeypatch.context() as patch:
             patch.setattr(name, out_of_memory)
             with pytest.raises(Exception, match="out of memory"):
                 many.add_adapter(30, adapters[0])
     with monkeypatch.context() as patch:
-        patch.setattr(KtftLinearMethod, "parted", out_of_memory)
+        patch.setattr(LoraLinear, "parted", out_of_memory)
         with pytest.raises(Exception, match="out of memory"):
             many.remove_adapter(1)
     many.llm.reset_prefix_cache()

@@ -36,8 +36,6 @@ def test_settings_survive_the_environment(tmp_path: Path) -> None:
         ({"adapters": [["a", "."], ["a", "/"]]}, "2 models are called 'a'"),
         ({"served_name": "a", "adapters": [["a", "."]]}, "2 models are called 'a', so that no request could tell them"),
         ({"adapters": [["a", "."], ["b", "."]], "max_adapters": 1}, "2 adapters, --max-adapters is 1; give 2"),
-        ({"adapters": [["a", "."], ["b", "."]], "one_at_a_time": True}, "2 adapters at once need a server without a"),
-        ({"max_adapters": 4, "one_at_a_time": True}, "4 adapters at once need a server without a GPU"),
         ({"max_adapters": 0}, "max_adapters is 0; give a whole number, 1 or more"),
         ({"routing": "nowhere"}, "routing is 'nowhere', which is not a file"),
         ({"expert_checkpoint": "nowhere"}, "expert_checkpoint is 'nowhere', which is not a directory"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,10 +11,7 @@ from ktft.serve.engine import Client, EngineError
 from ktft.serve.front.adapter_record import AdapterRecord, Named, NotRecorded
 from ktft.serve.front.admission import Admission
 from ktft.serve.front.asgi import Refusal
-from ktft.serve.runtime.served_model import MIXED
 from ktft.serve.runtime.settings import ServeSettings
-
-_RESET_TRIES, _RESET_PAUSE = 100, 0.05  # seconds: an engine frees the cache of aborted requests within a step
 
 
 @dataclass(frozen=True)
@@ -27,59 +22,47 @@ class Loaded:
     path: str
 
 
-class ServedAdapters(ABC):
-    """The adapters of a server. It is either `Beside` or `Alone`.
+class ServedAdapters:
+    """The adapters of a server, beside the base and each other: each request is computed by the one that it names.
+
+    An adapter that is loaded concerns no other requests. One that is unloaded, or replaced by another of its name,
+    waits for its own.
 
     Attributes:
         base: the base model's name.
         loaded: the adapters by name.
         changes: how often these changed.
-        mixed: the error, if nothing can be served.
     """
 
     def __init__(self, settings: ServeSettings, admission: Admission) -> None:
         self.settings, self.admission, self.base = settings, admission, settings.base_name
         self.loaded = {name: Loaded(i, path) for i, (name, path) in enumerate(settings.adapters, start=1)}
         self.changes = 0
-        self.mixed: str | None = None
         self._last = len(self.loaded)
         self._record = AdapterRecord(settings.adapter_file)
+        self._announced = False
 
     @property
-    @abstractmethod
     def names(self) -> list[str]:
         """The names that requests may give."""
+        return [self.base, *self.loaded]
 
-    @abstractmethod
     def room(self, name: str | None) -> str:
         """The room of `Admission` for a request that names this model."""
+        return name or self.base
 
-    @abstractmethod
-    async def load(self, client: Client, name: str, path: str) -> dict[str, Any]:
-        """Serve the adapter in a directory by this name. Returns what `Client.add_adapter` does.
-
-        Raises:
-            Refusal: it did not work. Nothing has changed, the record on disk included, unless `mixed` is set.
-            Busy: the requests in flight took too long. Nothing has changed.
-        """
-
-    @abstractmethod
-    async def unload(self, client: Client, name: str) -> dict[str, Any]:
-        """Serve an adapter no longer. Raises as `load`, and Refusal if none has this name."""
-
-    @abstractmethod
     def announce(self, client: Client) -> None:
-        """Tell the engine of the adapters that are there from its start, if it must know their names."""
+        """Tell the engine of the adapters that are there from its start."""
+        if not self._announced:
+            client.announce({name: (each.number, each.path) for name, each in self.loaded.items()})
+            self._announced = True
 
     def check(self, name: str | None) -> None:
-        """Raise Refusal if a request that names this model, or none, cannot be served now."""
-        if self.mixed is not None:
-            raise Refusal(503, self.mixed)
+        """Raise Refusal if no model has this name; none stands for the base."""
         if name is not None and name not in self.names:
-            raise Refusal(404, f"the model {name!r} is not served; what is served is {self._known()}", param="model")
-
-    def _known(self) -> str:
-        return _listed(self.names)
+            raise Refusal(
+                404, f"the model {name!r} is not served; what is served is {_listed(self.names)}", param="model"
+            )
 
     def _require_loaded(self, name: str) -> Loaded:
         if name not in self.loaded:
@@ -100,38 +83,20 @@ class ServedAdapters(ABC):
             with self._record.changing(after):
                 result = await change()
         except NotRecorded as error:
-            text = f"{_listed(self.names)} is served, but that could not be recorded ({error})"
+            text = f"what is served is {_listed(self.names)}, which could not be recorded ({error})"
             result |= {"warning": f"{text}: after a crash, --supervise would start the server with {before}"}
         except OSError as error:
             text = f"cannot write {self._record.path}, from which --supervise starts again: {error.strerror}"
-            raise Refusal(503, f"{text}. Nothing has changed: {before} is served") from None
+            raise Refusal(503, f"{text}. Nothing has changed: what is served is {before}") from None
         return result
 
-
-class Beside(ServedAdapters):
-    """Adapters beside the base and each other: each request is computed by the one that it names.
-
-    An adapter that is loaded concerns no other requests. One that is unloaded, or replaced by another of its name,
-    waits for its own.
-    """
-
-    def __init__(self, settings: ServeSettings, admission: Admission) -> None:
-        super().__init__(settings, admission)
-        self._announced = False
-
-    @property
-    def names(self) -> list[str]:
-        return [self.base, *self.loaded]
-
-    def room(self, name: str | None) -> str:
-        return name or self.base
-
-    def announce(self, client: Client) -> None:
-        if not self._announced:
-            client.announce({name: (each.number, each.path) for name, each in self.loaded.items()})
-            self._announced = True
-
     async def load(self, client: Client, name: str, path: str) -> dict[str, Any]:
+        """Serve the adapter in a directory by this name. Returns what `Client.add_adapter` does.
+
+        Raises:
+            Refusal: it did not work. Nothing has changed, the record on disk included.
+            Busy: the requests in flight took too long. Nothing has changed.
+        """
         self._require_room()
         async with self.admission.turn():
             old, most = self.loaded.get(name), self.settings.most_adapters
@@ -160,6 +125,7 @@ class Beside(ServedAdapters):
             return result | (await self._remove(client, old) if old else {})
 
     async def unload(self, client: Client, name: str) -> dict[str, Any]:
+        """Serve an adapter no longer. Raises as `load`, and Refusal if none has this name."""
         async with self.admission.turn():
             old = self._require_loaded(name)
             after = {key: each for key, each in self.loaded.items() if key != name}
@@ -196,62 +162,11 @@ class Beside(ServedAdapters):
         return {}
 
 
-class Alone(ServedAdapters):
-    """One adapter in place of the base: a change waits for all requests, and drops the engine's prefix cache."""
-
-    @property
-    def names(self) -> list[str]:
-        return list(self.loaded) or [self.base]
-
-    def room(self, name: str | None) -> str:
-        return ""
-
-    def announce(self, client: Client) -> None:
-        """Nothing: the engine knows one model, whose name changes."""
-
-    def _known(self) -> str:
-        return f"the adapter {self.names[0]} of {self.base}" if self.loaded else self.base
-
-    async def load(self, client: Client, name: str, path: str) -> dict[str, Any]:
-        self._require_room()
-        return await self._swap(client, {name: Loaded(self._last + 1, path)})
-
-    async def unload(self, client: Client, name: str) -> dict[str, Any]:
-        self._require_loaded(name)
-        return await self._swap(client, {})
-
-    async def _swap(self, client: Client, after: dict[str, Loaded]) -> dict[str, Any]:
-        async with self.admission.turn(), self.admission.closed(self.room(None)):
-            # This comes first: once the adapter has changed, a single step is left, and that one is atomic
-            await _forget_prefixes(client)
-            return await self._recorded(_named(after), lambda: self._set(client, after))
-
-    async def _set(self, client: Client, after: dict[str, Loaded]) -> dict[str, Any]:
-        try:
-            result = await client.set_adapter(next((each.path for each in after.values()), None))
-        except EngineError as error:
-            self.mixed = str(error) if MIXED in str(error) else self.mixed
-            raise Refusal(503 if error.dead else 400, str(error)) from None
-        self.loaded, self.mixed = after, None
-        self.changes += 1
-        client.rename(self.names[0])
-        return result
-
-
 async def _asked(answer: Awaitable[dict[str, Any]]) -> dict[str, Any]:
     try:
         return await answer
     except EngineError as error:
         raise Refusal(503 if error.dead else 400, str(error)) from None
-
-
-async def _forget_prefixes(client: Client) -> None:
-    """Drop the KV cache that another adapter computed. Raises Refusal if a request still uses some of it."""
-    for _ in range(_RESET_TRIES):
-        if await client.forget_prefixes():
-            return
-        await asyncio.sleep(_RESET_PAUSE)
-    raise Refusal(503, "the engine still holds KV cache of requests that have ended; try again", retry_after=5)
 
 
 def _named(loaded: dict[str, Loaded]) -> list[Named]:

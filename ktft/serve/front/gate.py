@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from ktft import config
 from ktft.serve.engine import Client, Paths
 from ktft.serve.front import asgi
-from ktft.serve.front.adapters import Alone, Beside
+from ktft.serve.front.adapters import ServedAdapters
 from ktft.serve.front.admission import Admission, Busy
 from ktft.serve.front.asgi import Gone, Message, Receive, Refusal, Scope, Send
 from ktft.serve.front.bodies import check_request
@@ -55,8 +55,7 @@ class Gate:
         self.app, self.connect, self.paths = app, connect, paths
         self.settings = settings or ServeSettings.from_env()
         self.admission = Admission(self.settings.swap_timeout)
-        kind = Alone if self.settings.one_at_a_time else Beside
-        self.adapters = kind(self.settings, self.admission)
+        self.adapters = ServedAdapters(self.settings, self.admission)
         admin = (LOAD, UNLOAD, *paths.admin)
         self.door = Door(self.settings.hosts, self.settings.origins, *config.server_keys(), admin)
         self._metrics = Metrics(self, registry)
@@ -80,9 +79,9 @@ class Gate:
             await Refusal(503, f"{text}; try again", retry_after=min(wait, 5)).answer(send)
         except Gone:
             pass
-        except Exception:
-            # vLLM 0.24 answers a bad request and raises all the same. The HTTP server would close the connection then,
-            # under the client's next request.
+        except Exception as error:
+            if not answered.status:
+                await _answer(error, scope, receive, send)
             if not (answered.complete and answered.status < 500):
                 raise
 
@@ -182,6 +181,20 @@ def _check_directory(path: str) -> None:
         raise Refusal(400, f"lora_path {path} has no adapter_config.json on the server", param="lora_path")
     if not os.access(file, os.R_OK):
         raise denied
+
+
+async def _answer(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer an error as the engine's application would, if it has a handler for any error.
+
+    vLLM 0.24 has such a handler, and lets bad requests come to it. Starlette calls it outside of this gate and then
+    raises the error all the same, whereupon the HTTP server closes the connection, under the client's next request.
+    """
+    handler = getattr(scope.get("app"), "exception_handlers", {}).get(Exception)
+    if handler is not None:
+        from starlette.requests import Request
+
+        response = await handler(Request(scope, receive), error)
+        await response(scope, receive, send)
 
 
 def _edited(send: Send, edit: Callable[[bytes], bytes]) -> Send:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from ktft.serve.runtime.served_adapter import SliceLora, Slot
+from ktft.serve.runtime.slots import AB
 from ktft.serve.runtime.step_adapters import StepAdapters
-from ktft.serve.runtime.swap import AB
-
-A, B = "ktft_lora_a", "ktft_lora_b"
-"""Buffers of a layer with a slot: fp32 `[parts * rank, input_size]` and `[output_size, rank]`. B has the scaling."""
-
 
 FEW_ROWS = 64
 """Up to so many rows of several adapters, all adapters are applied to all rows, and what is not a row's own is masked.
@@ -39,48 +34,35 @@ class Shared:
 
 
 class LoraLinear:
-    """B (A x) for every part of a layer's output. It is a `ktft.serve.runtime.swap.LinearSlot` and a `SharedSlot`.
+    """B (A x) for every part of a layer's output, by each token's adapter. It is a `SharedSlot`.
 
-    LoRA takes x in fp32, the dtype in which PEFT holds adapters, and its sum with the product is rounded once.
+    LoRA takes x in fp32, the dtype in which PEFT holds adapters, and its sum with the product is rounded once. Without
+    an adapter it holds no tensors.
 
     Args:
-        layer: gets the buffers `A` and `B`.
         name: what messages call the layer.
         slot: its sizes.
-        step: which adapter each token has, where several are served.
+        step: which adapter each token has.
     """
 
-    def __init__(self, layer: Any, name: str, slot: Slot, step: StepAdapters | None = None) -> None:
-        super().__init__()
-        self.step = step or StepAdapters()
+    def __init__(self, name: str, slot: Slot, step: StepAdapters) -> None:
+        self.name, self.slot, self.step = name, slot, step
         self.shared: Shared | None = None
-        self.layer, self.name, self.slot = layer, name, slot
-        self.rank = 0
-        self.device = next(layer.parameters()).device
-        for buffer, tensor in zip((A, B), self.stacked([]), strict=True):
-            layer.register_buffer(buffer, tensor.to(self.device), persistent=False)
 
     def add(self, x: Tensor, out: Tensor) -> Tensor:
         """Add to the product `out`, `[..., output_size]`, LoRA of its inputs `x`, `[..., input_size]`."""
         if self.shared is not None and self.step.active:
-            return self._add_shared(self.shared, x, out)
-        if not self.rank:
-            return out
-        low = linear(x.to(torch.float32), getattr(self.layer, A)).split(self.rank, dim=-1)
-        for own, b, part in zip(
-            low, getattr(self.layer, B).split(self.slot.parts), out.split(self.slot.parts, dim=-1), strict=True
-        ):
-            part.add_(linear(own, b))
+            self._add_shared(self.shared, x, out)
         return out
 
-    def _add_shared(self, shared: Shared, x: Tensor, out: Tensor) -> Tensor:
+    def _add_shared(self, shared: Shared, x: Tensor, out: Tensor) -> None:
         """Add to each row of the product LoRA of the row's adapter, if it has one here."""
         step, name = self.step, self.name
         rows, sums = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
         if len(rows) <= FEW_ROWS and len(step.active) > 1:
             own = step.of_rows(len(rows), name)[:, None] == shared.owners
             self._add(shared.a, shared.b, rows, sums, own)
-            return out
+            return
         for number in step.active:
             mine = (shared.owners == number).nonzero()[:, 0]
             if not len(mine):
@@ -93,7 +75,6 @@ class LoraLinear:
                 some = sums[places]
                 self._add(a, b, rows[places], some)
                 sums[places] = some
-        return out
 
     def _add(self, a: Tensor, b: Tensor, x: Tensor, out: Tensor, own: Tensor | None = None) -> None:
         """Add B (A x) to the rows of `out`, of the ranks that are a row's own where not all are."""
@@ -104,9 +85,9 @@ class LoraLinear:
             sums.add_(linear(low[:, part], rows))
 
     def joined(self, number: int, tensors: AB) -> Shared:
-        a, b = (each.to(self.device) for each in tensors)
+        a, b = tensors
         rank, parts = b.shape[1], len(self.slot.parts)
-        own = Shared(a.view(parts, rank, -1), b, torch.full((rank,), number, device=self.device))
+        own = Shared(a.view(parts, rank, -1), b, torch.full((rank,), number))
         if (old := self.shared) is None:
             return own
         return Shared(torch.cat([old.a, own.a], 1), torch.cat([old.b, own.b], 1), torch.cat([old.owners, own.owners]))
@@ -121,18 +102,6 @@ class LoraLinear:
 
     def stacked(self, slices: Sequence[SliceLora]) -> AB:
         return stacked(self.slot, slices)
-
-    def ready(self, tensors: AB) -> AB:
-        a, b = tensors
-        return a.to(self.device), b.to(self.device)
-
-    def held(self) -> AB:
-        return getattr(self.layer, A), getattr(self.layer, B)
-
-    def put(self, tensors: AB) -> None:
-        for name, tensor in zip((A, B), self.ready(tensors), strict=True):
-            setattr(self.layer, name, tensor)
-        self.rank = tensors[1].shape[1]
 
 
 def stacked(slot: Slot, slices: Sequence[SliceLora]) -> AB:

@@ -18,8 +18,8 @@ from ktft.device import device_of
 from ktft.lanes.ops.interface import by_triton
 from ktft.serve.runtime.lora_linear import FEW_ROWS, stacked
 from ktft.serve.runtime.served_adapter import SliceLora, Slot
+from ktft.serve.runtime.slots import AB
 from ktft.serve.runtime.step_adapters import StepAdapters
-from ktft.serve.runtime.swap import AB
 
 RANK_STEP = 16
 """The room for ranks is a multiple of this."""

@@ -13,28 +13,22 @@ from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer, KeptLora, Runtime
 from ktft.serve.runtime.step_adapters import StepAdapters
 
-MIXED = "parts of two adapters are in the model"
-"""These words are in the error after which nothing can be served: an adapter went into the model in part, and the one
-before could not be put back."""
-
 UNCOUNTED = 1024
 """Pairs of tokens and experts that are counted together, since counting few takes as long."""
 
 
 class ServedExperts:
-    """One layer's routed experts, without gradients: with one adapter for all tokens, or one for each token.
+    """One layer's routed experts, without gradients, with an adapter for each token.
 
     Attributes:
         activation_bits: see `ktft.native.ExpertLayer.forward`.
-        lora: the LoRA of the adapter that is served alone; None for the base.
-        kept: the LoRA of each adapter, by the adapter's number, where tokens choose.
+        kept: the LoRA of each adapter, by the adapter's number.
         step: which of these each token has.
         seconds: the time that they took.
     """
 
     def __init__(self, layer: ExpertLayer, activation_bits: int = 16) -> None:
         self.layer, self.activation_bits = layer, activation_bits
-        self.lora: ExpertLora | None = None
         self.kept: dict[int, KeptLora] = {}
         self.step = StepAdapters()
         self._heat = torch.zeros(layer.num_experts, dtype=torch.int64, device="cpu")
@@ -66,7 +60,7 @@ class ServedExperts:
                 of[numbers == number] = place
             out = self.layer.forward_adapters(*inputs, [self.kept[number] for number in here], of, bits)
         else:
-            out, _ = self.layer.forward(*inputs, self.lora, "none", activation_bits=bits)
+            out, _ = self.layer.forward(*inputs, None, "none", activation_bits=bits)
         self.seconds += time.perf_counter() - begin
         self._uncounted.append(top_k_index)
         if len(self._uncounted) * top_k_index.numel() >= UNCOUNTED:
@@ -79,31 +73,16 @@ class ServedModel:
 
     Attributes:
         dense_format: the format of the linear weights around the experts; None for the model's dtype.
-        adapter: what is known of the adapter that is served alone, as values of JSON; None for the base.
-        adapters: the same of each adapter that tokens may have, by its number.
+        adapters: what is known of each adapter that tokens may have, as values of JSON, by its number.
         step: which adapter each token has.
     """
 
     def __init__(self, layers: Mapping[int, ServedExperts], runtime: Runtime, dense_format: str | None = None) -> None:
         self.layers, self.runtime, self.dense_format = dict(layers), runtime, dense_format
-        self.adapter: Mapping[str, Any] | None = None
         self.adapters: dict[int, Mapping[str, Any]] = {}
         self.step = StepAdapters()
         for experts in self.layers.values():
             experts.step = self.step
-
-    def set_lora(self, lora: Mapping[int, ExpertLora] | None, adapter: Mapping[str, Any] | None = None) -> None:
-        """Serve this expert LoRA, by layer number, in place of the one before; None goes back to the base.
-
-        Layers without LoRA compute the base. Nothing may be computing meanwhile. `adapter` is for `status`.
-
-        Raises:
-            ValueError: the model has no such layer; then nothing has changed.
-        """
-        self._require_layers(lora or {})
-        for number, experts in self.layers.items():
-            experts.lora = None if lora is None else lora.get(number)
-        self.adapter = None if lora is None else adapter
 
     def add_adapter(self, number: int, lora: dict[int, ExpertLora], adapter: Mapping[str, Any]) -> None:
         """Let tokens have another adapter, by this number, beside those that are there. Nothing may be computing.
@@ -138,11 +117,6 @@ class ServedModel:
         layers = {number: experts.layer for number, experts in self.layers.items()}
         return {n: (layer.num_experts, layer.hidden_size, layer.intermediate_size) for n, layer in layers.items()}
 
-    def loras(self) -> dict[int, ExpertLora] | None:
-        """What `set_lora` was given last; None for the base."""
-        held = {number: experts.lora for number, experts in self.layers.items() if experts.lora is not None}
-        return held if held or self.adapter is not None else None
-
     def status(self) -> dict[str, Any]:
         """What is served and what was computed since the start, for `/metrics`, as values of JSON.
 
@@ -152,7 +126,7 @@ class ServedModel:
         layers = self.layers.values()
         first = next(iter(layers)).layer
         return {
-            "adapters": [dict(each) for each in (*self.adapters.values(), self.adapter) if each is not None],
+            "adapters": [dict(each) for each in self.adapters.values()],
             "expert_format": first.format,
             "dense_format": self.dense_format,
             "isa": self.runtime.isa,

@@ -33,7 +33,6 @@ class ServeSettings:
         adapter_swap: whether adapters may be loaded and unloaded while the server runs.
         max_adapters: how many adapters may be served at once, beside the base; None takes
             `ktft.config.MAX_ADAPTERS`.
-        one_at_a_time: whether one adapter is served in place of the base, as with a GPU.
         max_lora_rank: the largest rank of adapters' dense layers, for which memory is set aside.
         activation_bits: 16; or 8, faster on AMX and less exact, see `ktft.native.ExpertLayer.forward`.
         routing: file with each expert's count of tokens, which chooses the experts that stay on a GPU from the start;
@@ -64,7 +63,6 @@ class ServeSettings:
     adapters: tuple[tuple[str, str], ...] = ()
     adapter_swap: bool = False
     max_adapters: int | None = None
-    one_at_a_time: bool = False
     max_lora_rank: int = 64
     activation_bits: int = 16
     routing: str | None = None
@@ -110,12 +108,6 @@ class ServeSettings:
         asked, count = self.max_adapters, len(self.adapters)
         if asked is not None and (type(asked) is not int or asked < 1):
             raise ValueError(f"max_adapters is {asked!r}; give a whole number, 1 or more")
-        if self.one_at_a_time and max(count, asked or 1) > 1:
-            raise ValueError(
-                f"{max(count, asked or 1)} adapters at once need a server without a GPU: with one, all tokens of a "
-                "batch have the same adapter. Give one --adapter and change it while the server runs, or start a "
-                "server for each"
-            )
         if count > self.most_adapters:
             raise ValueError(f"there are {count} adapters, --max-adapters is {self.most_adapters}; give {count}")
         names = [self.base_name, *(name for name, _ in self.adapters)]
@@ -133,17 +125,12 @@ class ServeSettings:
     @property
     def most_adapters(self) -> int:
         """How many adapters are served at once."""
-        return 1 if self.one_at_a_time else self.max_adapters or MAX_ADAPTERS
+        return self.max_adapters or MAX_ADAPTERS
 
     @property
     def adapter_places(self) -> int:
         """For how many adapters a GPU has memory: one more, so that a new one can take the place of another."""
         return self.most_adapters + self.adapter_swap
-
-    @property
-    def first_name(self) -> str:
-        """What the engine calls its own model: the base, or the adapter that is served instead."""
-        return self.adapters[0][0] if self.one_at_a_time and self.adapters else self.base_name
 
     @property
     def adapter_file(self) -> Path | None:

@@ -31,7 +31,7 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
         )
     given = {
         "--model-path": settings.checkpoint,
-        "--served-model-name": settings.first_name,
+        "--served-model-name": settings.base_name,
         "--host": options.host,
         "--port": options.port,
         "--quantization": "ktft",

@@ -17,7 +17,7 @@ from ktft.serve.runtime.served_weights import ServedWeights
 from ktft.serve.runtime.settings import ServeSettings
 from ktft.serve.runtime.torch_defaults import with_torch_defaults
 from ktft.serve.sglang.lora_linear import add_slots
-from ktft.serve.sglang.lora_manager import add, set_adapter
+from ktft.serve.sglang.lora_manager import add
 from ktft.serve.sglang.moe import SglangMoEMethod
 
 
@@ -55,7 +55,7 @@ class SglangModelLoader(DefaultModelLoader):
             add_slots(model, served.step)
         for number, (name, path) in enumerate(settings.adapters, start=1):
             status.write(Progress(f"Loading the adapter {name}"))
-            set_adapter(model, path) if settings.one_at_a_time else add(model, number, path)
+            add(model, number, path)
         return model
 
     def _get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:

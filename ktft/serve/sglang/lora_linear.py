@@ -51,7 +51,7 @@ def add_slots(model: nn.Module, step: StepAdapters) -> None:
         if refusal(layer) is None:
             parts = getattr(layer, "output_partition_sizes", None) or [layer.output_size]
             slot = Slot(layer.input_size, tuple(parts))
-            layer.quant_method.lora = LoraLinear(layer, name, slot, step)
+            layer.quant_method.lora = LoraLinear(name, slot, step)
 
 
 def linear_layers(model: nn.Module) -> list[tuple[str, Any]]:

@@ -18,12 +18,9 @@ from torch import nn
 from ktft.serve.runtime.served_adapter import ServedAdapter
 from ktft.serve.runtime.served_model import current
 from ktft.serve.runtime.settings import ServeSettings
+from ktft.serve.runtime.slots import add_adapter, remove_adapter
 from ktft.serve.runtime.step_adapters import BASE
-from ktft.serve.runtime.swap import add_adapter, remove_adapter, swap_adapter
 from ktft.serve.sglang.lora_linear import slots_of, target_of
-
-ALONE = str(BASE)
-"""The `lora_id` of the adapter that is served in place of the base. That of others is their number."""
 
 
 class SglangLoraManager:
@@ -65,12 +62,9 @@ class SglangLoraManager:
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     def load_lora_adapter(self, lora_ref: Any) -> LoRAUpdateOutput:
-        """Load the adapter in a directory, between two steps: beside others, or as `ALONE`."""
+        """Load the adapter in a directory, between two steps."""
         try:
-            if lora_ref.lora_id == ALONE:
-                set_adapter(self.model, lora_ref.lora_path)
-            else:
-                add(self.model, int(lora_ref.lora_id), lora_ref.lora_path)
+            add(self.model, int(lora_ref.lora_id), lora_ref.lora_path)
         except Exception as error:  # the engine goes on; the gate hands the reason to whoever asked
             return LoRAUpdateOutput(success=False, error_message=str(error) or type(error).__name__)
         return LoRAUpdateOutput(success=True)
@@ -78,10 +72,7 @@ class SglangLoraManager:
     def unload_lora_adapter(self, lora_ref: Any) -> LoRAUpdateOutput:
         """Take an adapter out, of which no request is in flight."""
         try:
-            if lora_ref.lora_id == ALONE:
-                set_adapter(self.model, None)
-            else:
-                remove_adapter(int(lora_ref.lora_id), current(), slots_of(self.model))
+            remove_adapter(int(lora_ref.lora_id), current(), slots_of(self.model))
         except Exception as error:
             return LoRAUpdateOutput(success=False, error_message=str(error) or type(error).__name__)
         return LoRAUpdateOutput(success=True)
@@ -91,23 +82,12 @@ class SglangLoraManager:
         return LoRAUpdateOutput(success=False, error_message="ktft serves adapters from directories only")
 
 
-def set_adapter(model: nn.Module, path: str | None) -> dict[str, Any] | None:
-    """Put an adapter into the model that this process computes, in place of the one before; None takes that out.
-
-    Returns what `swap_adapter` does, and raises what it and `ServedAdapter` do.
-    """
-    return swap_adapter(None if path is None else _read(model, path), current(), slots_of(model))
-
-
 def add(model: nn.Module, number: int, path: str) -> dict[str, Any]:
-    """Put an adapter into the model that this process computes, beside others, for tokens that have its number.
+    """Put an adapter into the model that this process computes, for tokens that have its number.
 
-    Returns what `ktft.serve.runtime.swap.add_adapter` does, and raises what it and `ServedAdapter` do.
+    Returns what `ktft.serve.runtime.slots.add_adapter` does, and raises what it and `ServedAdapter` do.
     """
-    return add_adapter(number, _read(model, path), current(), slots_of(model))
-
-
-def _read(model: nn.Module, path: str) -> ServedAdapter:
     settings = ServeSettings.from_env()
     target = target_of(model, settings.max_lora_rank, current().sizes())
-    return ServedAdapter(Path(path), Path(settings.checkpoint), target)
+    adapter = ServedAdapter(Path(path), Path(settings.checkpoint), target)
+    return add_adapter(number, adapter, current(), slots_of(model))

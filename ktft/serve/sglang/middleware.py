@@ -10,14 +10,12 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from sglang.srt.entrypoints.http_server import get_global_state
 from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, UnloadLoRAAdapterReqInput
 
-from ktft.hosts.sglang import SERVED_MODEL_NAME
 from ktft.serve.engine import EngineError, Paths
 from ktft.serve.front.asgi import Scope
 from ktft.serve.front.gate import Gate
 from ktft.serve.runtime.settings import ServeSettings
 from ktft.serve.sglang.answers import Answers
 from ktft.serve.sglang.hooks import STATUS
-from ktft.serve.sglang.lora_manager import ALONE
 
 PATHS = Paths(
     computes={
@@ -37,12 +35,6 @@ class SglangClient:
     def __init__(self, scope: Scope) -> None:
         self._manager: Any = get_global_state().tokenizer_manager
 
-    async def set_adapter(self, path: str | None) -> dict[str, Any]:
-        """See `ktft.serve.sglang.lora_manager.set_adapter`."""
-        begin = time.perf_counter()
-        await (self._unload(ALONE) if path is None else self._load(ALONE, path))
-        return await self._loaded(begin)
-
     async def add_adapter(self, number: int, path: str) -> dict[str, Any]:
         """See `ktft.serve.sglang.lora_manager.add`."""
         begin = time.perf_counter()
@@ -50,7 +42,7 @@ class SglangClient:
         return await self._loaded(begin)
 
     async def remove_adapter(self, number: int) -> None:
-        """See `ktft.serve.runtime.swap.remove_adapter`."""
+        """See `ktft.serve.runtime.slots.remove_adapter`."""
         await self._unload(str(number))
 
     async def _loaded(self, begin: float) -> dict[str, Any]:
@@ -79,14 +71,6 @@ class SglangClient:
         """See `ktft.serve.sglang.hooks.get_internal_state`."""
         (state,) = await self._manager.get_internal_state()
         return dict(state[STATUS])
-
-    async def forget_prefixes(self) -> bool:
-        """SGLang drops nothing while a request is in flight."""
-        return bool((await self._manager.flush_cache()).success)
-
-    def rename(self, name: str) -> None:
-        """SGLang lists its model by this name. Responses have the name that the request gave."""
-        SERVED_MODEL_NAME.put(self._manager, name)
 
 
 class SglangGate(Gate):

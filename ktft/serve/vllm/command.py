@@ -45,7 +45,7 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
         )
     given = {
         "--model": settings.checkpoint,
-        "--served-model-name": settings.first_name,
+        "--served-model-name": settings.base_name,
         "--host": options.host,
         "--port": options.port,
         "--quantization": "ktft",
@@ -65,7 +65,7 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
     words = [str(word) for pair in given.items() if pair[1] is not None for word in pair]
     if given["--tool-call-parser"]:
         words.append("--enable-auto-tool-choice")
-    if settings.adapter_slots and not settings.one_at_a_time:  # requests then carry their adapter
+    if settings.adapter_slots:  # requests then carry their adapter
         words += ["--enable-lora", "--max-loras", str(settings.most_adapters)]
     words.append("--disable-uvicorn-access-log")
     if found.gpu:

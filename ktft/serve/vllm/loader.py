@@ -25,7 +25,7 @@ from ktft.serve.vllm.command import GPU_WORKER
 from ktft.serve.vllm.dense_linear import forget, pack_linears
 from ktft.serve.vllm.lora_linear import add_slots
 from ktft.serve.vllm.moe import ACTIVATIONS, KtftMoEMethod
-from ktft.serve.vllm.worker import add, set_adapter
+from ktft.serve.vllm.worker import add
 
 
 class KtftModelLoader(BaseModelLoader):
@@ -92,7 +92,7 @@ class KtftModelLoader(BaseModelLoader):
                 shorten(model)
             for number, (name, path) in enumerate(settings.adapters, start=1):
                 status.write(Progress(f"Loading the adapter {name}"))
-                set_adapter(model, path) if settings.one_at_a_time else add(model, number, path)
+                add(model, number, path)
 
     def _load_prediction(
         self, model: nn.Module, model_config: ModelConfig, settings: ServeSettings, status: StatusFile

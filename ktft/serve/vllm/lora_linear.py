@@ -65,7 +65,7 @@ def add_slots(model: nn.Module, config: VllmConfig, settings: ServeSettings, ste
             setattr(layer, flag, False)
         slot = Slot(layer.input_size, tuple(layer.output_partition_sizes))
         lora = (
-            LoraLinear(layer, layer.prefix, slot, step)
+            LoraLinear(layer.prefix, slot, step)
             if step.of_token is None
             else PlacedLora(layer, layer.prefix, slot, settings.max_lora_rank, settings.adapter_places, step)
         )

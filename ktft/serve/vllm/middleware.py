@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
 from vllm.lora.request import LoRARequest
 
-from ktft.hosts.vllm import BASE_MODEL_PATHS, LORA_REQUESTS
+from ktft.hosts.vllm import LORA_REQUESTS
 from ktft.serve.engine import EngineError, Paths
 from ktft.serve.front.asgi import Scope
 from ktft.serve.front.gate import Gate
@@ -51,10 +50,6 @@ class VllmClient:
         self._state = scope["app"].state
         self._engine = self._state.engine_client
 
-    async def set_adapter(self, path: str | None) -> dict[str, Any]:
-        """See `ktft.serve.vllm.worker.KtftWorker.ktft_set_adapter`."""
-        return dict(await self._ask("ktft_set_adapter", path))
-
     async def add_adapter(self, number: int, path: str) -> dict[str, Any]:
         """See `ktft.serve.vllm.worker.KtftWorker.ktft_add_adapter`."""
         return dict(await self._ask("ktft_add_adapter", number, path))
@@ -77,15 +72,6 @@ class VllmClient:
     async def status(self) -> dict[str, Any]:
         """See `ktft.serve.vllm.worker.KtftWorker.ktft_status`."""
         return dict((await self._engine.collective_rpc("ktft_status"))[0])
-
-    async def forget_prefixes(self) -> bool:
-        """False for up to a step after requests were aborted, until vLLM has freed their blocks."""
-        return bool(await self._engine.reset_prefix_cache())
-
-    def rename(self, name: str) -> None:
-        """vLLM names responses after the first of its models."""
-        models = self._state.openai_serving_models
-        BASE_MODEL_PATHS.put(models, [replace(models.base_model_paths[0], name=name)])
 
 
 class VllmGate(Gate):

@@ -11,7 +11,7 @@ from torch import nn
 from ktft.serve.runtime.served_adapter import ServedAdapter
 from ktft.serve.runtime.served_model import current
 from ktft.serve.runtime.settings import ServeSettings
-from ktft.serve.runtime.swap import add_adapter, remove_adapter, swap_adapter
+from ktft.serve.runtime.slots import add_adapter, remove_adapter
 from ktft.serve.vllm.lora_linear import slots_of, target_of
 
 
@@ -21,15 +21,6 @@ class KtftWorker:
     What they raise reaches the caller as one text, and the engine goes on; `ktft.serve.vllm.middleware.reason_of`
     gives the message in it.
     """
-
-    def ktft_set_adapter(self, path: str | None) -> dict[str, Any]:
-        """`set_adapter`, and the seconds that it took, as values of JSON.
-
-        No request may be in flight. The caller drops the KV cache, whose keys were computed with another adapter.
-        """
-        begin = time.perf_counter()
-        adapter = set_adapter(self.get_model(), path)  # type: ignore[attr-defined]
-        return {"adapter": adapter, "seconds": time.perf_counter() - begin}
 
     def ktft_add_adapter(self, number: int, path: str) -> dict[str, Any]:
         """Load an adapter beside others, see `add`. Requests of others may be in flight."""
@@ -46,23 +37,12 @@ class KtftWorker:
         return current().status()
 
 
-def set_adapter(model: nn.Module, path: str | None) -> dict[str, Any] | None:
-    """Put an adapter into the model that this process computes, in place of the one before; None takes that out.
-
-    Returns what `swap_adapter` does, and raises what it and `ServedAdapter` do.
-    """
-    return swap_adapter(None if path is None else _read(model, path), current(), slots_of(model))
-
-
 def add(model: nn.Module, number: int, path: str) -> dict[str, Any]:
-    """Put an adapter into the model that this process computes, beside others, for tokens that have its number.
+    """Put an adapter into the model that this process computes, for tokens that have its number.
 
-    Returns what `ktft.serve.runtime.swap.add_adapter` does, and raises what it and `ServedAdapter` do.
+    Returns what `ktft.serve.runtime.slots.add_adapter` does, and raises what it and `ServedAdapter` do.
     """
-    return add_adapter(number, _read(model, path), current(), slots_of(model))
-
-
-def _read(model: nn.Module, path: str) -> ServedAdapter:
     settings = ServeSettings.from_env()
     target = target_of(model, settings.max_lora_rank, current().sizes())
-    return ServedAdapter(Path(path), Path(settings.checkpoint), target)
+    adapter = ServedAdapter(Path(path), Path(settings.checkpoint), target)
+    return add_adapter(number, adapter, current(), slots_of(model))
