@@ -21,8 +21,8 @@ def slices(rank: int, *parts: int, seed: int) -> list[SliceLora]:
         SliceLora(
             BOUNDS[part],
             BOUNDS[part + 1],
-            torch.randn(rank, INPUTS, generator=drawn).bfloat16().float(),
-            torch.randn(PARTS[part], rank, generator=drawn).bfloat16().float(),
+            torch.randn(rank, INPUTS, generator=drawn),
+            torch.randn(PARTS[part], rank, generator=drawn),
         )
         for part in parts
     ]

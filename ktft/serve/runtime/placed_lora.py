@@ -30,8 +30,8 @@ class LoraStacks:
     """The adapters of a layer, by place, at addresses that do not change.
 
     Attributes:
-        a: bf16 `[places, parts, width, input_size]`.
-        b: bf16 `[places, output_size, width]`; it has the scaling.
+        a: fp32 `[places, parts, width, input_size]`.
+        b: fp32 `[places, output_size, width]`; it has the scaling.
         ranks: `[places]` int32: no kernel reads beyond a rank. 0 stands for no adapter.
         slot: the layer's sizes.
     """
@@ -67,6 +67,8 @@ class _Change:
 class PlacedLora:
     """B (A x) for every part of a layer's output, by each token's adapter. It is a `SharedSlot`.
 
+    LoRA takes x in fp32, the dtype in which PEFT holds adapters, and its sum with the product is rounded once.
+
     A call of up to `FEW_ROWS` tokens reads on the device which adapter each has, so CUDA graphs can capture it. With
     more, the rows of each adapter are gathered.
 
@@ -83,8 +85,8 @@ class PlacedLora:
         device, width = next(layer.parameters()).device, -(-max_rank // RANK_STEP) * RANK_STEP
         self.name, self.slot, self.step = name, slot, step
         self.stacks = LoraStacks(
-            torch.zeros(places, len(slot.parts), width, slot.input_size, dtype=torch.bfloat16, device=device),
-            torch.zeros(places, slot.bounds[-1], width, dtype=torch.bfloat16, device=device),
+            torch.zeros(places, len(slot.parts), width, slot.input_size, dtype=torch.float32, device=device),
+            torch.zeros(places, slot.bounds[-1], width, dtype=torch.float32, device=device),
             torch.zeros(places, dtype=torch.int32, device=device),
             slot,
         )
@@ -116,7 +118,7 @@ class PlacedLora:
 
     def _add(self, place: int, x: Tensor, out: Tensor) -> None:
         rank, stacks = self._ranks[place], self.stacks
-        a, b = stacks.a[place, :, :rank].float(), stacks.b[place, :, :rank].float()
+        a, b = stacks.a[place, :, :rank], stacks.b[place, :, :rank]
         low = linear(x.float(), a.flatten(0, 1)).view(len(x), len(self.slot.parts), rank)
         parts = zip(b.split(self.slot.parts), out.split(self.slot.parts, 1), strict=True)
         for part, (rows, sums) in enumerate(parts):
@@ -131,7 +133,7 @@ class PlacedLora:
         if rank > width:
             raise ValueError(f"{self.name}: the adapter has rank {rank}, there is room for {width}")
         spare = width - rank
-        a, b = pad(a.view(parts, rank, -1), (0, 0, 0, spare)).bfloat16(), pad(b, (0, spare)).bfloat16()
+        a, b = pad(a.view(parts, rank, -1), (0, 0, 0, spare)), pad(b, (0, spare))
         if device_of(self.stacks.a.device).pin_memory:
             a, b = a.pin_memory(), b.pin_memory()
         return _Change(number, rank=rank, a=a, b=b)
