@@ -52,7 +52,14 @@ LOAD_LORA_MODEL = Patch(
     "The model runner tells ktft's manager which adapter each token has. vLLM lets nobody choose the manager, and its "
     "own would wrap the layers.",
 )
-OF_PROCESS = (LOAD_LORA_MODEL,)
+CACHE_KEYS = Patch(
+    "vllm.v1.core.kv_cache_utils",
+    "_gen_lora_extra_hash_keys",
+    "ktft.serve.vllm.lora_manager:cache_keys",
+    "A name may come to stand for another adapter. vLLM 0.24 knows KV cache by the adapter's name alone, so prompts "
+    "would go on from what the one before has computed, and no setting changes that.",
+)
+OF_PROCESS = (LOAD_LORA_MODEL, CACHE_KEYS)
 """For the whole process of a server."""
 OTHERS = (QUANT_METHOD, NORM_FORWARD, ATTENTION_FORWARD, EXPERTS_FORWARD, LORA_REQUESTS)
 """Put on single objects."""

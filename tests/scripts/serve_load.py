@@ -70,6 +70,8 @@ class Findings:
     def fail(self, message: str) -> None:
         self.outcomes["FAILED"] += 1
         self.failures.append(message)
+        if len(self.failures) <= SHOWN:  # at once, for a run may be cut off
+            print(f"FAILED: {message}", flush=True)
 
 
 class Served:
@@ -408,10 +410,8 @@ def report(found: Findings, code: int, args: argparse.Namespace) -> bool:
     print(f"{args.minutes:g} minutes, {args.clients} clients: {_in_words(found)}")
     print(f"seconds a request: median {ordered[len(ordered) // 2]:.2f}, largest {ordered[-1]:.2f}")
     print(f"memory of all processes: {before / 1e6:.0f} MB warm, {after / 1e6:.0f} MB at the end ({grown:+.1%})")
-    for failure in found.failures[:SHOWN]:
-        print(f"FAILED: {failure}")
     if len(found.failures) > SHOWN:
-        print(f"... and {len(found.failures) - SHOWN} more")
+        print(f"{len(found.failures) - SHOWN} more failures than those above")
     return not found.failures
 
 

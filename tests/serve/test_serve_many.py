@@ -69,7 +69,8 @@ def many(
             settings |= {"gpu_expert_memory": 16 << 20}
             patch.setattr("ktft.serve.vllm.loader.ACCELERATORS", ("cpu",))
             patch.setattr("ktft.serve.vllm.loader._check_worker", lambda: None)
-        with served(served_checkpoint, **settings) as running:
+        # vLLM's own blocks have 128 tokens on a CPU, more than any prompt here: nothing would ever come from the cache
+        with served(served_checkpoint, options={"block_size": 32}, **settings) as running:
             assert isinstance(current(), HybridModel) == (request.param == "as beside a GPU")
             yield running
 
@@ -113,6 +114,22 @@ def test_a_prompt_in_the_cache_of_one_adapter_serves_no_other(many: Served) -> N
         cached = many.together([(ids, number)])[0]
         many.llm.reset_prefix_cache()
         assert distance(cached, many.together([(ids, number)])[0]) < NOISE
+
+
+def test_a_name_that_stands_for_another_adapter_finds_none_of_its_cache(many: Served) -> None:
+    """Even from the same directory, whose files may have changed. vLLM 0.24 knows an adapter's cache by the name."""
+    from vllm.lora.request import LoRARequest
+
+    ids, found = [3 + 13 * i % 250 for i in range(100)], []
+    many.llm.reset_prefix_cache()
+    for number in (1, 4):
+        many.number = number
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Served, "_carried", staticmethod(lambda n: LoRARequest("same", n, "/same")))
+            found.append(many.greedy(ids))
+    many.llm.reset_prefix_cache()
+    assert many.greedy(ids) == found[1] != found[0]
+    many.number = 0
 
 
 def test_adapters_come_and_go(many: Served, adapters: list[Path], alone: list[tuple[list[int], Tensor]]) -> None:

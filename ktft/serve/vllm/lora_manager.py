@@ -22,6 +22,15 @@ def load_lora_model(original: Any, runner: Any, model: nn.Module, *_: Any) -> nn
     return model
 
 
+def cache_keys(original: Any, request: Any) -> list[Any]:
+    """What keeps a request's KV cache apart from that of others: besides vLLM's keys, the adapter's number.
+
+    No other load gets that number, whatever its name and directory.
+    """
+    carried = request.lora_request
+    return [*original(request), *(() if carried is None else (str(carried.lora_int_id),))]
+
+
 class StepLoraManager:
     """A LoRA manager whose adapters are those of the process's `ServedModel`."""
 

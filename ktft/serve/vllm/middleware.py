@@ -65,8 +65,8 @@ class VllmClient:
             raise EngineError(reason_of(error) or type(error).__name__, dead=self._engine.errored) from None
 
     def announce(self, adapters: Mapping[str, tuple[int, str]]) -> None:
-        """vLLM keys KV cache by an adapter's name and path. The number makes the path one that no other load has."""
-        requests = {name: LoRARequest(name, number, f"{path}#{number}") for name, (number, path) in adapters.items()}
+        """KV cache is kept apart by the number, see `ktft.serve.vllm.lora_manager.cache_keys`."""
+        requests = {name: LoRARequest(name, number, path) for name, (number, path) in adapters.items()}
         LORA_REQUESTS.put(self._state.openai_serving_models, requests)
 
     async def status(self) -> dict[str, Any]:
