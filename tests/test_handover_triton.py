@@ -35,8 +35,10 @@ def model(request: pytest.FixtureRequest) -> Iterator[HybridModel]:
         DEVICE,
         top_k=TOP_K,
         dtype=torch.bfloat16,
-        gpu_expert_memory=1 << 20 if request.param else 0,
+        gpu_expert_memory=2 << 20 if request.param else 0,
         routing=Routing({n: tokens for n in layers}) if request.param else None,
+        max_lora_rank=16,
+        max_adapters=2,
     )
     made.ops, made.handover = triton_resident, triton_handover
     yield made
@@ -55,6 +57,23 @@ def test_the_layers_output(model: HybridModel, dtype: torch.dtype) -> None:
         expected = reference.moe(x.float(), *counted, *contract.dequantized(experts.layer), None)
         assert found.dtype == torch.bfloat16
         assert contract.relative(found.cpu().float(), expected) < contract.OUTPUT_TOLERANCE
+
+
+def test_each_token_has_its_own_adapter(model: HybridModel) -> None:
+    """A step of the base alone, which follows, finds nothing of it."""
+    lora = contract.make_lora(HIDDEN, INTERMEDIATE, 5, torch.float32)
+    model.add_adapter(7, {1: lora}, {})
+    for numbers in ([7, 0, 7], [0, 0, 0]):
+        model.step.set(numbers, model.adapters)
+        for number in (1, 4):
+            experts, given = model.layers[number], contract.random_inputs(3, HIDDEN, TOP_K, seed=number)
+            found = experts(*(each.to(DEVICE) for each in given)).cpu().float()
+            model.check()
+            for token, adapter in enumerate(numbers):
+                one = lora if adapter and number == 1 else None
+                call = given[0].float(), *given[1:], *contract.dequantized(experts.layer)
+                expected = reference.moe(*call, one)[token]
+                assert contract.relative(found[token], expected) < 2 * contract.OUTPUT_TOLERANCE
 
 
 def test_pairs_are_counted_once(model: HybridModel) -> None:
