@@ -50,7 +50,7 @@ void FewLora::take(char* memory) {
   std::memset(operands_, 0, size_t(rows_) * kProjections * in_lines(size_t(places_) * sizeof(bf16)));
   for (int row = 0; row < rows_; row++) {
     x_[row] = tokens_ + call_.routes.token(row) * kernels_.row_bytes(hidden_);
-    h_[row] = hidden_rows_ + row * kernels_.row_bytes(width_);
+    h_[row] = hidden_row(row);
   }
 }
 
@@ -88,7 +88,7 @@ void FewLora::hidden_low_rank(const RowChunk& expert, const char* h, size_t narr
   const int number = int(&expert - call_.routes.experts.data());
   for (int row = expert.begin; row < expert.begin + expert.rows; row++)
     if (call_.adapter(row) != kNoAdapter)
-      kernels_.place(reinterpret_cast<const bf16*>(h + row * narrow), width_, const_cast<void*>(h_[row]));
+      kernels_.place(reinterpret_cast<const bf16*>(h + row * narrow), width_, hidden_row(row));
   for (int i = adapters.first[expert.slot]; i < adapters.first[expert.slot + 1]; i++)
     if (const LoraPair* const found = pair(adapters.of_slot[i], kDown))
       for (int block = 0; block < ceil_div(found->rank(), kRankBlock); block++)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <initializer_list>
 #include <vector>
 
 #include "moe/call.h"
@@ -38,6 +39,7 @@ class FewLora {
   };
 
   const LoraPair* pair(int adapter, Projection p) const { return call_.adapters->loras[adapter]->pair(p); }
+  char* hidden_row(int row) const { return hidden_rows_ + row * kernels_.row_bytes(width_); }
   bf16* operand(Projection p, int row) const;
   char* placed(Projection p, int row) const;
   void multiply(const Job& job, const std::vector<const void*>& x_of_row);

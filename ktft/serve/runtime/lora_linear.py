@@ -61,28 +61,15 @@ class LoraLinear:
         rows, sums = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
         if len(rows) <= FEW_ROWS and len(step.active) > 1:
             own = step.of_rows(len(rows), name)[:, None] == shared.owners
-            self._add(shared.a, shared.b, rows, sums, own)
+            _add(self.slot, shared.a, shared.b, rows, sums, own)
             return
         for number in step.active:
             mine = (shared.owners == number).nonzero()[:, 0]
             if not len(mine):
                 continue
             columns = slice(int(mine[0]), int(mine[-1]) + 1)
-            a, b, places = shared.a[:, columns], shared.b[:, columns], step.rows_of(number, len(rows), name)
-            if places is None:
-                self._add(a, b, rows, sums)
-            else:
-                some = sums[places]
-                self._add(a, b, rows[places], some)
-                sums[places] = some
-
-    def _add(self, a: Tensor, b: Tensor, x: Tensor, out: Tensor, own: Tensor | None = None) -> None:
-        """Add B (A x) to the rows of `out`, of the ranks that are a row's own where not all are."""
-        low = linear(x.to(torch.float32), a.reshape(-1, a.shape[-1])).view(len(x), *a.shape[:2])
-        if own is not None:
-            low.masked_fill_(~own[:, None], 0.0)  # a product would make NaN of another adapter's infinity
-        for part, (rows, sums) in enumerate(zip(b.split(self.slot.parts), out.split(self.slot.parts, 1), strict=True)):
-            sums.add_(linear(low[:, part], rows))
+            a, b = shared.a[:, columns], shared.b[:, columns]
+            add_to_rows(self.slot, a, b, step.rows_of(number, len(rows), name), rows, sums)
 
     def joined(self, number: int, tensors: AB) -> Shared:
         a, b = tensors
@@ -102,6 +89,30 @@ class LoraLinear:
 
     def stacked(self, slices: Sequence[SliceLora]) -> AB:
         return stacked(self.slot, slices)
+
+
+def add_to_rows(slot: Slot, a: Tensor, b: Tensor, places: Tensor | None, x: Tensor, out: Tensor) -> None:
+    """Add one adapter's B (A x) to the rows of the product that are its own: at `places`, or all.
+
+    Args:
+        a, b: fp32 `[parts, rank, input_size]` and `[output_size, rank]`.
+        x, out: `[T, input_size]` and `[T, output_size]`.
+    """
+    if places is None:
+        _add(slot, a, b, x, out)
+        return
+    some = out[places]
+    _add(slot, a, b, x[places], some)
+    out[places] = some
+
+
+def _add(slot: Slot, a: Tensor, b: Tensor, x: Tensor, out: Tensor, own: Tensor | None = None) -> None:
+    """Add B (A x) to the rows of `out`, of the ranks that are a row's own where not all are."""
+    low = linear(x.to(torch.float32), a.reshape(-1, a.shape[-1])).view(len(x), *a.shape[:2])
+    if own is not None:
+        low.masked_fill_(~own[:, None], 0.0)  # a product would make NaN of another adapter's infinity
+    for part, (rows, sums) in enumerate(zip(b.split(slot.parts), out.split(slot.parts, 1), strict=True)):
+        sums.add_(linear(low[:, part], rows))
 
 
 def stacked(slot: Slot, slices: Sequence[SliceLora]) -> AB:

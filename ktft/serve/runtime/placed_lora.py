@@ -12,11 +12,11 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 
 from ktft.device import device_of
 from ktft.lanes.ops.interface import by_triton
-from ktft.serve.runtime.lora_linear import FEW_ROWS, stacked
+from ktft.serve.runtime.lora_linear import FEW_ROWS, add_to_rows, stacked
 from ktft.serve.runtime.served_adapter import SliceLora, Slot
 from ktft.serve.runtime.slots import AB
 from ktft.serve.runtime.step_adapters import StepAdapters
@@ -105,24 +105,12 @@ class PlacedLora:
             return out
         for number in step.active:
             place = step.places[number]
-            if not self._ranks[place]:
+            rank = self._ranks[place]
+            if not rank:
                 continue
-            own = step.rows_of(number, len(rows), self.name)
-            if own is None:
-                self._add(place, rows, sums)
-            else:
-                some = sums[own]
-                self._add(place, rows[own], some)
-                sums[own] = some
+            a, b = self.stacks.a[place, :, :rank], self.stacks.b[place, :, :rank]
+            add_to_rows(self.slot, a, b, step.rows_of(number, len(rows), self.name), rows, sums)
         return out
-
-    def _add(self, place: int, x: Tensor, out: Tensor) -> None:
-        rank, stacks = self._ranks[place], self.stacks
-        a, b = stacks.a[place, :, :rank], stacks.b[place, :, :rank]
-        low = linear(x.float(), a.flatten(0, 1)).view(len(x), len(self.slot.parts), rank)
-        parts = zip(b.split(self.slot.parts), out.split(self.slot.parts, 1), strict=True)
-        for part, (rows, sums) in enumerate(parts):
-            sums.add_(linear(low[:, part], rows))
 
     def stacked(self, slices: Sequence[SliceLora]) -> AB:
         return stacked(self.slot, slices)
