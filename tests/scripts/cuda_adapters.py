@@ -1,9 +1,10 @@
 """vLLM on a GPU with nine adapters in one batch: `python tests/scripts/cuda_adapters.py --directory DIR`.
 
 Writes a checkpoint of a few small layers and eight adapters with random values, of different ranks and on different
-layers. The base and the eight then answer one prompt each, alone and all in one batch. Log-probabilities must agree
-with those of the adapter alone, and differ from the base's. Adapters then go and come back while the graphs stay.
-Exits 1 if anything else is found.
+layers. The base and the eight then answer one prompt each: alone, all in one batch, and in batches of the same prompts
+that all have one adapter. Log-probabilities must agree with the latter, and with those alone as far as the batch with
+one adapter does; and differ from the base's. Adapters then go and come back while the graphs stay. Exits 1 if anything
+else is found.
 
     python tests/scripts/cuda_adapters.py --directory /tmp/adapters --gpu-expert-memory 200M
 """
@@ -87,11 +88,19 @@ def main() -> int:
             asked = [(prompt(number, tokens), number) for number in range(len(OPTIONS) + 1)]
             alone = [running.together([one], 12)[0] for one in asked]
             together = running.together(asked, 12)
-            base = running.together([(ids, 0) for ids, _ in asked], 12)
+            uniform = [running.together([(ids, number) for ids, _ in asked], 12) for _, number in asked]
+            same = [batch[place] for place, batch in enumerate(uniform)]
             gaps = [gap(*pair) for pair in zip(together, alone, strict=True)]
-            moved = [float((a[1] - b[1])[: len(b[1]) - 11].abs().max()) for a, b in zip(alone, base, strict=True)]
-            print(f"{tokens} tokens and more: gaps {rounded(gaps)}, adapters move {rounded(moved)}", flush=True)
-            failed += max(gaps) > NOISE or min(moved[1:]) < 3 * NOISE
+            mixed = [gap(*pair) for pair in zip(together, same, strict=True)]
+            noise = [gap(*pair) for pair in zip(same, alone, strict=True)]
+            moved = [float((a[1] - b[1])[: len(b[1]) - 11].abs().max()) for a, b in zip(alone, uniform[0], strict=True)]
+            print(f"{tokens} tokens and more, adapters move {rounded(moved)}; gaps between")
+            print(f"  nine adapters and alone {rounded(gaps)}")
+            print(f"  nine adapters and one, the same prompts {rounded(mixed)}")
+            print(f"  one adapter, nine prompts and alone {rounded(noise)}", flush=True)
+            allowed = [max(NOISE, 2 * each) for each in noise]
+            failed += any(found > most for found, most in zip(gaps, allowed, strict=True))
+            failed += max(mixed) > NOISE or min(moved[1:]) < 3 * NOISE
         before = running.together(asked, 12)
         running.remove_adapter(2)
         running.remove_adapter(5)

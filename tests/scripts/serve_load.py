@@ -4,8 +4,8 @@
 
 Serves a tiny Qwen3-MoE with the `ktft serve` of this environment. Requests name the base and several adapters at the
 same time; adapters are loaded and unloaded meanwhile, and one name stands for one adapter after another. Every answer
-must provably come from the model that was asked for: before the load, prompts are chosen whose first greedy token
-differs between the models by a clear margin, and under load an answer must begin with its own model's token. A model's
+must provably come from the model that was asked for: prompts are chosen whose first greedy token differs between the
+models and, by transformers in fp32, is clear for each, and an answer must begin with its own model's token. A model's
 name may be refused only while that model may not be served. Bad requests must get a 4xx with a message; no request may
 get a 5xx or hang. The memory of all the server's processes is sampled. Exits with 1 if anything is wrong.
 """
@@ -34,6 +34,8 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
 from bad_requests import BAD_REQUESTS, BadRequest
+from clear_answers import clear_answers
+from transformers import AutoTokenizer
 
 BASE = "base"
 ADAPTERS = ("first", "second", "third", "fourth")
@@ -41,10 +43,7 @@ ALIAS, STANDS_FOR = "changing", ADAPTERS[:2]
 NAMES = (BASE, *ADAPTERS, ALIAS)
 SHAPE = {"head_dim": 32, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64}
 VOCABULARY, MOST_TOKENS = 320, 512
-CANDIDATES, WANTED = 240, 12
-TOGETHER = CANDIDATES, 16, 3, 1  # requests at a time: a batch's rounding may change a token's experts
-MOST_TIPPED = 0.02  # of the answers that are clear in batches of one model, those that change in mixed ones
-MARGIN = 0.3  # nats between the greedy token and the next: rounding in a larger batch must not change it
+CANDIDATES, WANTED = 1000, 12
 HANG_SECONDS = 120.0
 GROWTH_LIMIT = 0.05
 SHOWN = 20
@@ -126,12 +125,12 @@ class Load:
 
     Args:
         http: of the server.
-        adapters: name -> directory.
+        models: directories of the base and the adapters, by name.
         args: of the command line.
     """
 
-    def __init__(self, http: httpx.AsyncClient, adapters: dict[str, Path], args: argparse.Namespace) -> None:
-        self.http, self.adapters, self.args = http, adapters, args
+    def __init__(self, http: httpx.AsyncClient, models: dict[str, Path], args: argparse.Namespace) -> None:
+        self.http, self.models, self.args = http, models, args
         self.found = Findings()
         self.served = Served()
         self.random = random.Random(args.seed)
@@ -146,7 +145,7 @@ class Load:
         if model is None:
             answer = await self.http.post("/v1/unload_lora_adapter", json={"lora_name": name})
         else:
-            body = {"lora_name": name, "lora_path": str(self.adapters[model])}
+            body = {"lora_name": name, "lora_path": str(self.models[model])}
             answer = await self.http.post("/v1/load_lora_adapter", json=body)
         if answer.status_code != 200:
             raise RuntimeError(f"{name} for {model}: {answer.status_code} {answer.text[:300]}")
@@ -165,50 +164,36 @@ class Load:
     # --- what each model answers ------------------------------------------------------------------------------------
 
     async def learn(self) -> None:
-        """Choose the prompts, with each model served alone: those whose answer is clear, and the same in any batch."""
+        """Choose the prompts by transformers alone, and see that the server answers as it does, in mixed batches."""
         candidates = [self._candidate(number) for number in range(CANDIDATES)]
+        tokenizer = AutoTokenizer.from_pretrained(self.models[BASE])
+        ids = [_token_ids(tokenizer, content) for _, content in candidates]
         first: list[dict[str, int]] = [{} for _ in candidates]
-        for name in (*ADAPTERS, BASE):
-            if name != BASE:
-                await self.serve(name, name)
-            found: list[set[Any]] = [set() for _ in candidates]
-            for size in TOGETHER:
-                for begin in range(0, CANDIDATES, size):
-                    asked = [self._first(name, *each) for each in candidates[begin : begin + size]]
-                    answers = await asyncio.gather(*asked)
-                    for tokens, (token, margin) in zip(found[begin:], answers, strict=False):
-                        tokens.add(token if margin >= MARGIN else None)
-            for known, tokens in zip(first, found, strict=True):
-                if len(tokens) == 1 and None not in tokens:
-                    known[name] = next(iter(tokens))
-            if name != BASE:
-                await self.serve(name, None)
-        for name in NAMES[1:]:
-            await self.serve(name, STANDS_FOR[0] if name == ALIAS else name)
-        await self._drop_tipped(candidates, first)
+        for name in (BASE, *ADAPTERS):
+            adapter = None if name == BASE else self.models[name]
+            for known, token in zip(first, clear_answers(self.models[BASE], adapter, ids), strict=True):
+                if token is not None:
+                    known[name] = token
         for (path, content), known in zip(candidates, first, strict=True):
-            if len(known) == len(set(known.values())) >= 3:
+            if len(known) == len(set(known.values())) >= 2:
                 self.prompts.append(Prompt(path, content, known))
         for model in (BASE, *ADAPTERS):
             kinds = Counter(prompt.path for prompt in self.prompts if model in prompt.first)
             print(f"prompts that tell {model} from others: {dict(kinds)}", flush=True)
             if kinds.total() < WANTED:
                 raise RuntimeError("too few prompts tell the models apart: make the adapters larger")
+        for name in NAMES[1:]:
+            await self.serve(name, STANDS_FOR[0] if name == ALIAS else name)
+        await self._compare()
 
-    async def _drop_tipped(self, candidates: list[tuple[str, dict[str, Any]]], first: list[dict[str, int]]) -> None:
-        """Forget what rounding changes in batches of several models: a near tie between experts tips to either side."""
-        asked = [(number, name) for number, known in enumerate(first) for name in known]
+    async def _compare(self) -> None:
+        """Every prompt to every model whose answer is known, before the load."""
+        asked = [(prompt, name) for prompt in self.prompts for name in prompt.first]
         self.random.shuffle(asked)
-        tipped = 0
         for begin in range(0, len(asked), self.args.clients):
             some = asked[begin : begin + self.args.clients]
-            answers = await asyncio.gather(*(self._first(name, *candidates[number]) for number, name in some))
-            for (number, name), (token, margin) in zip(some, answers, strict=True):
-                if token != first[number][name] or margin < MARGIN:
-                    tipped += token != first[number].pop(name)
-        print(f"{tipped} of {len(asked)} first tokens change in batches of several models", flush=True)
-        if tipped > MOST_TIPPED * len(asked):
-            raise RuntimeError("that is more than rounding explains: answers depend on what else is in the batch")
+            await asyncio.gather(*(self._guarded(lambda each: self._plain(*each[::-1]), each) for each in some))
+        print(f"answers of transformers, compared before the load: {_in_words(self.found)}", flush=True)
 
     def _drawn(self, name: str) -> Prompt:
         """A prompt whose answer is known of all that a name may stand for."""
@@ -221,21 +206,6 @@ class Load:
             text = "".join(self.random.choices("abcdefghijklmnopqrstuvwxyz ,.", k=length))
             return "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}
         return "/v1/completions", {"prompt": [self.random.randrange(3, 259) for _ in range(length)]}
-
-    async def _first(self, name: str, path: str, content: dict[str, Any]) -> tuple[int, float]:
-        """The first greedy token, and the margin of its log-probability over the second best."""
-        chat = path.startswith("/v1/chat")
-        logprobs = {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
-        body = {"model": name, "max_tokens": 1, "temperature": 0, "return_token_ids": True} | logprobs | content
-        body["return_tokens_as_token_ids"] = True
-        answer = await self.http.post(path, json=body)
-        answer.raise_for_status()
-        choice = answer.json()["choices"][0]
-        if chat:
-            top = sorted(each["logprob"] for each in choice["logprobs"]["content"][0]["top_logprobs"])
-        else:
-            top = sorted(choice["logprobs"]["top_logprobs"][0].values())
-        return choice["token_ids"][0], top[-1] - top[-2]
 
     # --- clients ----------------------------------------------------------------------------------------------------
 
@@ -288,8 +258,8 @@ class Load:
             body["prompt_logprobs"] = 1
         return body | prompt.content
 
-    async def _plain(self, name: str) -> None:
-        prompt, begin = self._drawn(name), time.monotonic()
+    async def _plain(self, name: str, prompt: Prompt | None = None) -> None:
+        prompt, begin = prompt or self._drawn(name), time.monotonic()
         answer = await self.http.post(prompt.path, json=self._request(prompt, name))
         if answer.status_code == 200:
             content = answer.json()
@@ -350,7 +320,7 @@ class Load:
         if said != name:
             self.found.fail(f"asked for {name}, the answer says {said}")
         elif token not in {prompt.first[model] for model in possible if model is not None}:
-            owner = next((each for each, known in prompt.first.items() if known == token), "no model that was learned")
+            owner = next((each for each, known in prompt.first.items() if known == token), "no model that is known")
             self.found.fail(f"WRONG MODEL: asked for {name}, the answer is that of {owner}: {token}, {prompt}")
         else:
             self.found.outcomes[outcome] += 1
@@ -364,6 +334,13 @@ class Load:
 
 def _in_words(found: Findings) -> str:
     return ", ".join(f"{count} {what}" for what, count in sorted(found.outcomes.items()))
+
+
+def _token_ids(tokenizer: Any, content: dict[str, Any]) -> list[int]:
+    """What the server makes of a request's content."""
+    if "prompt" in content:
+        return list(content["prompt"])
+    return list(tokenizer.apply_chat_template(content["messages"], add_generation_prompt=True, return_dict=False))
 
 
 def growth(memory: list[tuple[float, int]]) -> tuple[int, int]:
@@ -405,7 +382,7 @@ async def load(
                     break
             except httpx.HTTPError:
                 await asyncio.sleep(0.5)
-        it = Load(http, {name: models[name] for name in ADAPTERS}, args)
+        it = Load(http, models, args)
         for bad in BAD_REQUESTS:
             await it._bad(bad)
         await it.learn()
