@@ -269,11 +269,12 @@ void bind_dense(py::module_& m) {
   m.def(
       "dense_product",
       [](Runtime& runtime, const std::string& format, int rows, int cols, Address packed, Address bias, Address x,
-         int tokens, Address y) {
+         int tokens, int activation_bits, Address y) {
         dense_product(runtime, format_from_name(format), rows, cols, at(packed), at<float>(bias), at<bf16>(x), tokens,
-                      at<bf16>(y));
+                      activation_bits, at<bf16>(y));
       },
-      "runtime"_a, "format"_a, "rows"_a, "cols"_a, "packed"_a, "bias"_a, "x"_a, "tokens"_a, "y"_a, NoGil());
+      "runtime"_a, "format"_a, "rows"_a, "cols"_a, "packed"_a, "bias"_a, "x"_a, "tokens"_a, "activation_bits"_a, "y"_a,
+      NoGil());
 }
 
 void bind_layer(py::module_& m) {

@@ -20,6 +20,7 @@ namespace ktft {
 //   by_fours                 lane 4 g + k is value g, or 4 k + g if there is one for each row
 //   largest_magnitude        of 32 values of x, the bits of the largest magnitude; NaN is larger than Inf
 //   split                    round(x * factor) = 128 high + low, of 16 values, 0 <= low < 128
+//   round                    round(x * factor), of 16 values; only on ISAs without tiles
 struct VnniCodes {
   static constexpr int kOffset = 128;
   using Bytes = __m512i;
@@ -69,8 +70,14 @@ struct VnniCodes {
     const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
     return 0xffff - _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1))), 0);
   }
+  static Bytes whole(const bf16* x, float factor) {
+    return _mm512_cvtps_epi32(_mm512_mul_ps(Avx512::load(x), _mm512_set1_ps(factor)));
+  }
+  static void round(const bf16* x, float factor, int8_t* out) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(whole(x, factor)));
+  }
   static void split(const bf16* x, float factor, int8_t* high, int8_t* low) {
-    const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(Avx512::load(x), _mm512_set1_ps(factor)));
+    const __m512i whole = VnniCodes::whole(x, factor);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(high), _mm512_cvtepi32_epi8(_mm512_srai_epi32(whole, 7)));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(low),
                      _mm512_cvtepi32_epi8(_mm512_and_si512(whole, _mm512_set1_epi32(127))));

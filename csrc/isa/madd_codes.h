@@ -81,21 +81,20 @@ struct MaddCodes {
     const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
     return 0xffff - _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1))), 0);
   }
+  static __m256i whole(const bf16* x, float factor) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+    return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16)), _mm256_set1_ps(factor)));
+  }
+  static void pack(int8_t* to, __m256i first, __m256i second) {
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(first, second), 0xd8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                     _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+  }
+  static void round(const bf16* x, float factor, int8_t* out) { pack(out, whole(x, factor), whole(x + 8, factor)); }
   static void split(const bf16* x, float factor, int8_t* high, int8_t* low) {
-    __m256i whole[2];
-    for (int i = 0; i < 2; i++) {
-      const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + 8 * i)));
-      whole[i] =
-          _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16)), _mm256_set1_ps(factor)));
-    }
-    const auto pack = [](int8_t* to, __m256i first, __m256i second) {
-      const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(first, second), 0xd8);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
-                       _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
-    };
-    const __m256i low_bits = _mm256_set1_epi32(127);
-    pack(high, _mm256_srai_epi32(whole[0], 7), _mm256_srai_epi32(whole[1], 7));
-    pack(low, _mm256_and_si256(whole[0], low_bits), _mm256_and_si256(whole[1], low_bits));
+    const __m256i first = whole(x, factor), second = whole(x + 8, factor), low_bits = _mm256_set1_epi32(127);
+    pack(high, _mm256_srai_epi32(first, 7), _mm256_srai_epi32(second, 7));
+    pack(low, _mm256_and_si256(first, low_bits), _mm256_and_si256(second, low_bits));
   }
 };
 

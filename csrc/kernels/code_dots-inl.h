@@ -1,5 +1,5 @@
-// Dot products of rows of W with a few rows of X, computed on bytes, for W in a 4-bit format or int8. X is in 15-bit
-// fixed point, the sums of a group are exact, and the group's scales multiply them.
+// Dot products of rows of W with a few rows of X, computed on bytes, for W in a 4-bit format or int8. X is in fixed
+// point, of 15 bits in two terms or of 8 in one, the sums of a group are exact, and the group's scales multiply them.
 //
 // 4-bit codes become integers by one look-up: decoding 128 weights takes six instructions, the products of one token
 // ten. The rounding of a weight to bf16, which is part of these formats, is left out. The difference is up to 2^-9 of a
@@ -19,45 +19,51 @@ template <class V, class Codec>
 constexpr bool kDotsCodes = requires { typename V::Codes; } &&
                             (requires { Codec::kWholeValues; } || (Codec::kFormat == Format::kInt8 && !kHasTiles<V>));
 
-// Columns of one token in the order of a tile's bytes, x = scale * (128 high + low). `start` subtracts the 128 that is
-// added to the values of W:
-//   W . X of lane i = scale * (128 (start[i] + values . high) + values . low)
+// Whether X may have one term, for calls that ask for 8-bit activations. Tile ISAs have w8a8.h for them.
+template <class V, class Codec>
+constexpr bool kDotsBytes = kDotsCodes<V, Codec> && !kHasTiles<V>;
+
+// Columns of one token in the order of a tile's bytes, x = scale * (128 terms[0] + terms[1]), or x = scale * terms[0] if
+// that is all. `start` subtracts the 128 that is added to the values of W:
+//   W . X of lane i = scale * (128 (start[i] + values . terms[0]) + values . terms[1])
 // A tile of 4-bit codes has 128 columns: [0] is multiplied by the low halves of its bytes, [1] by the high halves, and
 // scales[i] is that of group i % 4, for four rows of W's scales. A tile of int8 has 64 columns, and scales[i] is that
 // of lane i.
-template <int kBytes>
+template <int kBytes, int kParts>
 struct alignas(64) FixedPoint {
-  static constexpr int kPlanes = kBytes, kCols = kBytes * kRowBytes;
-  int8_t high[kBytes][kRowBytes], low[kBytes][kRowBytes];
+  static constexpr int kPlanes = kBytes, kTerms = kParts, kCols = kBytes * kRowBytes;
+  int8_t terms[kParts][kBytes][kRowBytes];
   int32_t start[16];
   float scales[16];
 };
-template <class Codec>
-using FixedPointOf = FixedPoint<info(Codec::kFormat).tile_cols / kRowBytes>;
+constexpr int kExact = 2, kBytesOnly = 1;  // terms
+template <class Codec, int kTerms = kExact>
+using FixedPointOf = FixedPoint<info(Codec::kFormat).tile_cols / kRowBytes, kTerms>;
 
 // The same values in registers.
-template <class Codes, int kPlanes>
+template <class Codes, int kPlanes, int kTerms>
 struct Planes {
   using Bytes = typename Codes::Bytes;
-  Bytes start, high[kPlanes], low[kPlanes];
+  Bytes start, terms[kTerms][kPlanes];
 
   Bytes dot(const Bytes& first, const Bytes& second) const {
-    Bytes sum = Codes::dot(start, first, high[0]);
-    if constexpr (kPlanes == 2) sum = Codes::dot(sum, second, high[1]);
-    sum = Codes::dot_low(Codes::times_128(sum), first, low[0]);
-    if constexpr (kPlanes == 2) sum = Codes::dot_low(sum, second, low[1]);
+    Bytes sum = Codes::dot(start, first, terms[0][0]);
+    if constexpr (kPlanes == 2) sum = Codes::dot(sum, second, terms[0][1]);
+    if constexpr (kTerms == kExact) {
+      sum = Codes::dot_low(Codes::times_128(sum), first, terms[1][0]);
+      if constexpr (kPlanes == 2) sum = Codes::dot_low(sum, second, terms[1][1]);
+    }
     return sum;
   }
 };
 
-template <class Codes, int kPlanes>
-Planes<Codes, kPlanes> planes_of(const FixedPoint<kPlanes>& x) {
-  if constexpr (kPlanes == 2)
-    return {Codes::load(x.start),
-            {Codes::load(x.high[0]), Codes::load(x.high[1])},
-            {Codes::load(x.low[0]), Codes::load(x.low[1])}};
-  else
-    return {Codes::load(x.start), {Codes::load(x.high[0])}, {Codes::load(x.low[0])}};
+template <class Codes, int kPlanes, int kTerms>
+Planes<Codes, kPlanes, kTerms> planes_of(const FixedPoint<kPlanes, kTerms>& x) {
+  Planes<Codes, kPlanes, kTerms> out;
+  out.start = Codes::load(x.start);
+  for (int i = 0; i < kTerms; i++)
+    for (int plane = 0; plane < kPlanes; plane++) out.terms[i][plane] = Codes::load(x.terms[i][plane]);
+  return out;
 }
 
 static inline float float_of_bits(uint32_t bits) {
@@ -81,32 +87,40 @@ static inline GroupScale fixed_scale(int largest_magnitude) {
           float_of_bits(uint32_t(254 + kBits - 1 - exponent) << 23)};
 }
 
+// The same for 8 bits, of which the largest magnitude takes all.
+static inline GroupScale byte_scale(int largest_magnitude) {
+  constexpr int kInfinite = 255 << 7, kLeast = 14 << 7;
+  if (largest_magnitude >= kInfinite) return {float_of_bits(0x7fc00000), 0};
+  const float largest = float_of_bits(uint32_t(std::max(largest_magnitude, kLeast)) << 16);
+  return {largest / 127, 127 / largest};
+}
+
 // Places a group's integers where its codes are in a tile: 4-bit codes of columns i and 16 + i share a byte.
-template <class Codes, int kPlanes>
-void place_group(const bf16* x, int group, FixedPoint<kPlanes>& out) {
-  const GroupScale found = fixed_scale(Codes::largest_magnitude(x));
+template <class Codes, int kPlanes, int kTerms>
+void place_group(const bf16* x, int group, FixedPoint<kPlanes, kTerms>& out) {
+  const int largest = Codes::largest_magnitude(x);
+  const GroupScale found = kTerms == kExact ? fixed_scale(largest) : byte_scale(largest);
   if constexpr (kPlanes == 2)
     for (int row = 0; row < 4; row++) out.scales[row * 4 + group] = found.scale;
   else
     std::fill_n(out.scales + group * 8, 8, found.scale);
   for (int half = 0; half < 2; half++) {
     const int plane = kPlanes == 2 ? half : 0, at = kPlanes == 2 ? group * 16 : group * kGroup + half * 16;
-    int8_t *const high = out.high[plane] + at, *const low = out.low[plane] + at;
-    if (found.factor) {
-      Codes::split(x + half * 16, found.factor, high, low);
-    } else {
-      std::fill_n(high, 16, int8_t(0));
-      std::fill_n(low, 16, int8_t(0));
-    }
+    if (!found.factor)
+      for (auto& term : out.terms) std::fill_n(term[plane] + at, 16, int8_t(0));
+    else if constexpr (kTerms == kExact)
+      Codes::split(x + half * 16, found.factor, out.terms[0][plane] + at, out.terms[1][plane] + at);
+    else
+      Codes::round(x + half * 16, found.factor, out.terms[0][plane] + at);
   }
 }
 
 // Converts one row, whose groups of 32 columns are `stride` elements apart; columns beyond its last one become zeros.
-template <class V, int kPlanes>
-void fix_row(const bf16* at, int cols, int stride, FixedPoint<kPlanes>* out) {
+template <class V, int kPlanes, int kTerms>
+void fix_row(const bf16* at, int cols, int stride, FixedPoint<kPlanes, kTerms>* out) {
   using Codes = typename V::Codes;
   alignas(64) constexpr bf16 kNothing[kGroup] = {};
-  constexpr int kCols = FixedPoint<kPlanes>::kCols;
+  constexpr int kCols = FixedPoint<kPlanes, kTerms>::kCols, kAdded = kTerms == kExact ? 1 : Codes::kOffset;
   alignas(64) uint8_t bytes[kRowBytes];
   std::fill_n(bytes, kRowBytes, uint8_t(1));
   const auto ones = Codes::load(bytes);
@@ -116,7 +130,7 @@ void fix_row(const bf16* at, int cols, int stride, FixedPoint<kPlanes>* out) {
     std::fill_n(out->start, 16, 0);
     if constexpr (Codes::kOffset == 0) continue;
     Codes::store(out->start, planes_of<Codes>(*out).dot(ones, ones));
-    for (int32_t& sum : out->start) sum = -sum;
+    for (int32_t& sum : out->start) sum *= -kAdded;
   }
 }
 
@@ -137,11 +151,11 @@ constexpr bool kSpreads = M == 1;
 
 // Adds the products of one tile and its columns of M tokens, x[t], to sums[r * all + t]. Prefetches a tile at `ahead`,
 // unless that is null.
-template <class V, class Codec, int M>
-__attribute__((noinline)) void dot_tile(const uint8_t* tile, const FixedPointOf<Codec>* const* x, const uint8_t* ahead,
-                                        int all, float* sums) {
+template <class V, class Codec, int M, class X>
+__attribute__((noinline)) void dot_tile(const uint8_t* tile, const X* const* x, const uint8_t* ahead, int all,
+                                        float* sums) {
   using Codes = typename V::Codes;
-  constexpr int kPlanes = FixedPointOf<Codec>::kPlanes, kBytes = info(Codec::kFormat).tile_bytes;
+  constexpr int kPlanes = X::kPlanes, kBytes = info(Codec::kFormat).tile_bytes;
   constexpr bool kNibbles = kPlanes == 2;
   alignas(64) float scales[M][kTileRows * 4];
   if constexpr (kNibbles) {
@@ -151,7 +165,7 @@ __attribute__((noinline)) void dot_tile(const uint8_t* tile, const FixedPointOf<
       for (int i = 0; i < kTileRows * 4; i += V::kWidth)
         V::store(scales[t] + i, V::mul(V::load(own + i), V::load(x[t]->scales + i % 16)));
   }
-  Planes<Codes, kPlanes> planes[M];
+  Planes<Codes, kPlanes, X::kTerms> planes[M];
 #pragma GCC unroll 4
   for (int t = 0; t < M; t++) planes[t] = planes_of<Codes>(*x[t]);
   typename Codes::Bytes table;
@@ -182,10 +196,10 @@ constexpr bool kKeepsSums = kDotsCodes<V, Codec> && !kHasTiles<V> && requires { 
 
 // Adds the products of a strip of W and one row of X to results[r]. While a tile is multiplied, ahead(tile) is
 // prefetched.
-template <class V, class Codec, class Ahead>
-void dot_codes_row(const uint8_t* tile, int tiles, const FixedPointOf<Codec>* x, const Ahead& ahead, float* results) {
+template <class V, class Codec, class X, class Ahead>
+void dot_codes_row(const uint8_t* tile, int tiles, const X* x, const Ahead& ahead, float* results) {
   using Codes = typename V::Codes;
-  constexpr int kPlanes = FixedPointOf<Codec>::kPlanes, kBytes = info(Codec::kFormat).tile_bytes;
+  constexpr int kPlanes = X::kPlanes, kBytes = info(Codec::kFormat).tile_bytes;
   constexpr bool kNibbles = kPlanes == 2;
   typename Codes::Sums sums[kTileRows];
 #pragma GCC unroll 16
@@ -200,7 +214,7 @@ void dot_codes_row(const uint8_t* tile, int tiles, const FixedPointOf<Codec>* x,
       for (int k = 0; k < kTileRows * 4; k += V::kWidth)
         V::store(scales + k, V::mul(V::load(scales + k), V::load(x->scales + k % 16)));
     }
-    const Planes<Codes, kPlanes> planes = planes_of<Codes>(*x);
+    const auto planes = planes_of<Codes>(*x);
     if (kBytes > kCodeBytes) prefetch_weights<V>(next + kCodeBytes, kBytes - kCodeBytes);
 #pragma GCC unroll 16
     for (int r = 0; r < kTileRows; r++) {
@@ -222,9 +236,8 @@ void dot_codes_row(const uint8_t* tile, int tiles, const FixedPointOf<Codec>* x,
 // The same for 4-bit codes and M tokens, x[t], whose sums are in memory: sums[(t * 4 + q) * 16 + 4 g + k] is that of
 // row 4 q + k and group g. Lanes of four rows are added up before they become floats, which is a third fewer
 // instructions. Prefetches a tile at `ahead`, unless that is null.
-template <class V, class Codec, int M>
-__attribute__((noinline)) void dot_nibbles(const uint8_t* tile, const FixedPointOf<Codec>* const* x,
-                                           const uint8_t* ahead, float* sums) {
+template <class V, class Codec, int M, class X>
+__attribute__((noinline)) void dot_nibbles(const uint8_t* tile, const X* const* x, const uint8_t* ahead, float* sums) {
   using Codes = typename V::Codes;
   alignas(64) float own[kTileRows * 4];
   for (int i = 0; i < kTileRows * 4; i++) own[i] = Codec::template group_scale<V>(tile, i);

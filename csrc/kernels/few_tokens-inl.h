@@ -132,21 +132,21 @@ void each_few(int tokens, const Fn& f) {
 }
 
 // The same with W's codes and fixed-point rows of X, tile by tile.
-template <class V, class Codec>
-void dot_codes_strip(const PackedMatrix& w, int strip, const FixedPointOf<Codec>* const* x, int tokens,
-                     const DotAhead& further, float* results) {
+template <class V, class Codec, class X>
+void dot_codes_strip(const PackedMatrix& w, int strip, const X* const* x, int tokens, const DotAhead& further,
+                     float* results) {
   constexpr int kTileBytes = info(Codec::kFormat).tile_bytes;
   if constexpr (kKeepsSums<V, Codec>)
     if (tokens == 1)
       return dot_codes_row<V, Codec>(
           w.tile(strip, 0), w.col_tiles(), x[0], [&](const uint8_t* tile) { return further.of(tile); }, results);
-  constexpr bool kByFours = kKeepsSums<V, Codec> && FixedPointOf<Codec>::kPlanes == 2;
+  constexpr bool kByFours = kKeepsSums<V, Codec> && X::kPlanes == 2;
   alignas(64) float sums[kTileRows * kMostDots * (kByFours ? 4 : 16)];
   std::fill_n(sums, kTileRows * tokens * (kByFours ? 4 : 16), 0.f);
   const uint8_t* tile = w.tile(strip, 0);
   for (int i = 0; i < w.col_tiles(); i++, tile += kTileBytes)
     each_few(tokens, [&]<int M>(int t) {
-      const FixedPointOf<Codec>* at[M];
+      const X* at[M];
       for (int m = 0; m < M; m++) at[m] = x[t + m] + i;
       if constexpr (kByFours)
         dot_nibbles<V, Codec, M>(tile, at, t ? nullptr : further.of(tile), sums + t * kTileRows * 4);
@@ -186,17 +186,19 @@ constexpr int kMostDotTokens = [] {
   return V::kPairs ? 0 : kFewRows;
 }();
 
-template <class V, class Codec>
+// X has kTerms where codes are multiplied.
+template <class V, class Codec, int kTerms>
   requires(kMostDotTokens<V, Codec> > 0)
 void few_tokens_forward(const GemmArgs& a) {
+  using X = FixedPointOf<Codec, kTerms>;
   const int tokens = a.tokens;
   bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
   bf16* const low_rank = panel + kDotPieces * kPieceElements;
   bf16* const x = low_rank + in_lines(size_t(tokens) * low_rank_cols(a) * sizeof(bf16)) / sizeof(bf16);
-  FixedPointOf<Codec>* const fixed = reinterpret_cast<FixedPointOf<Codec>*>(x);
+  X* const fixed = reinterpret_cast<X*>(x);
   const bf16 *rows_of_x[kMostDots], *rows_of_low_rank[kMostDots];
-  const FixedPointOf<Codec>* fixed_rows[kMostDots];
-  const bool pairs = kDotsPairs<V, Codec> && tokens > kFewRows, fixes = kDotsCodes<V, Codec> && !pairs;
+  const X* fixed_rows[kMostDots];
+  const bool pairs = kDotsPairs<V, Codec> && kTerms == kExact && tokens > kFewRows, fixes = kDotsCodes<V, Codec> && !pairs;
   for (int i = 0; i < a.count; i++) {
     const GemmTerm& term = a.terms[i];
     const PackedMatrix& w = *term.w;
@@ -251,7 +253,9 @@ bool few_tokens(const GemmArgs& a) {
   static_assert(info(Codec::kFormat).dot_tokens <= kFewRows);
   if constexpr (kMostDotTokens<V, Codec> > 0) {
     if (reads_rows(kMostDotTokens<V, Codec>, a.tokens, a.terms[0].w->cols, low_rank_cols(a))) {
-      few_tokens_forward<V, Codec>(a);
+      if constexpr (kDotsBytes<V, Codec>)
+        if (a.activation_bits == 8) return few_tokens_forward<V, Codec, kBytesOnly>(a), true;
+      few_tokens_forward<V, Codec, kExact>(a);
       return true;
     }
   }

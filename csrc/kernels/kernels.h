@@ -68,6 +68,7 @@ struct GemmArgs {
   int out_count;  // outputs of each term, a multiple of 32; in forward, all terms together have at most kMaxOutputs
   int tokens;     // X and L must be readable up to the next multiple of kRowPad; the padding rows are ignored
   char* scratch;  // kGemmScratch bytes, 64-byte aligned
+  int activation_bits = 16;  // 8: forward products of codes round X to int8, where StripKernels::bytes says so
 };
 // Holds decoded panels and spare pieces.
 constexpr size_t kGemmScratch = size_t(kReductionBlock + 2 * kMaxTokens) * 64 * sizeof(bf16);
@@ -94,11 +95,13 @@ struct StripArgs {
   int tokens;
   const uint8_t* next;  // the strip to prefetch meanwhile, of the same length; or null
   float* results;       // [tokens, 16]
+  int activation_bits = 16;  // those that the rows were placed with
 };
 struct StripKernels {
   int most;                        // the most rows for which they are faster than the GEMM
+  bool bytes;                      // whether X may be int8, with a scale for each token and 32 columns
   int64_t (*row_bytes)(int cols);  // of one prepared row, a multiple of 64
-  void (*place)(const bf16* row, int cols, void* out);
+  void (*place)(const bf16* row, int cols, int activation_bits, void* out);
   void (*product)(const StripArgs&);
 };
 

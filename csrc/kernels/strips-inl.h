@@ -15,11 +15,20 @@ int64_t strip_row_bytes(int cols) {
 }
 
 template <class V, class Codec>
-void place_strip_row(const bf16* row, int cols, void* out) {
+void place_strip_row(const bf16* row, int cols, int activation_bits, void* out) {
+  if constexpr (kDotsBytes<V, Codec>)
+    if (activation_bits == 8) return fix_row<V>(row, cols, kGroup, static_cast<FixedPointOf<Codec, kBytesOnly>*>(out));
   if constexpr (kDotsCodes<V, Codec>)
     fix_row<V>(row, cols, kGroup, static_cast<FixedPointOf<Codec>*>(out));
   else
     std::memcpy(out, row, size_t(cols) * sizeof(bf16));
+}
+
+template <class V, class Codec, int kTerms>
+void code_strip(const StripArgs& a, const DotAhead& further, float* by_output) {
+  const FixedPointOf<Codec, kTerms>* rows[kFewRows];
+  for (int t = 0; t < a.tokens; t++) rows[t] = static_cast<const FixedPointOf<Codec, kTerms>*>(a.rows[t]);
+  dot_codes_strip<V, Codec>(*a.w, a.strip, rows, a.tokens, further, by_output);
 }
 
 template <class V, class Codec>
@@ -28,9 +37,9 @@ void strip_product(const StripArgs& a) {
   const int64_t bytes = int64_t(a.w->col_tiles()) * info(Codec::kFormat).tile_bytes;
   const DotAhead further{a.w->tile(a.strip, 0) + bytes, a.next, std::min<int64_t>(kDotAhead<V, Codec>, bytes)};
   if constexpr (kDotsCodes<V, Codec>) {
-    const FixedPointOf<Codec>* rows[kFewRows];
-    for (int t = 0; t < a.tokens; t++) rows[t] = static_cast<const FixedPointOf<Codec>*>(a.rows[t]);
-    dot_codes_strip<V, Codec>(*a.w, a.strip, rows, a.tokens, further, by_output);
+    constexpr int kLeast = kDotsBytes<V, Codec> ? kBytesOnly : kExact;
+    a.activation_bits == 8 ? code_strip<V, Codec, kLeast>(a, further, by_output)
+                           : code_strip<V, Codec, kExact>(a, further, by_output);
   } else {
     alignas(64) bf16 panel[kDotPieces * kPieceElements];
     const bf16* rows[kFewRows];

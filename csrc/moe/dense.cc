@@ -60,7 +60,7 @@ bool pack_dense(Pool& pool, Format format, const SourceMatrix& source, void* out
 }
 
 void dense_product(Runtime& runtime, Format format, int rows, int cols, const void* packed, const float* bias,
-                   const bf16* x, int tokens, bf16* y) {
+                   const bf16* x, int tokens, int activation_bits, bf16* y) {
   KTFT_CHECK(rows % kRowPad == 0, "[", rows, ", ", cols, "]: the rows are no multiple of ", kRowPad);
   const ForkLock lock(runtime.mutex);
   const PackedMatrix w = dense_matrix(format, rows, cols, const_cast<void*>(packed));
@@ -90,7 +90,8 @@ void dense_product(Runtime& runtime, Format format, int rows, int cols, const vo
       gemm({.terms = {{.w = &w, .out_begin = out, .x = in, .c = c}},
             .out_count = outputs,
             .tokens = count,
-            .scratch = scratch.take<char>(kGemmScratch)});
+            .scratch = scratch.take<char>(kGemmScratch),
+            .activation_bits = activation_bits});
       vec.store_rows(Pass::kForward, count, outputs, c, affine_at(Affine{w.row_scale, bias}, out),
                      y + size_t(begin) * rows + out, rows);
     });

@@ -8,6 +8,7 @@ namespace ktft {
 namespace {
 
 constexpr Projection kDown = Projection::kDown;
+constexpr int kBits = 16;  // of activations, for weights in bf16
 
 }  // namespace
 
@@ -65,7 +66,7 @@ char* FewLora::placed(Projection p, int row) const {
 
 void FewLora::place(int token, const bf16* row) {
   if (call_.adapters->of_token[token] != kNoAdapter)
-    kernels_.place(row, hidden_, tokens_ + token * kernels_.row_bytes(hidden_));
+    kernels_.place(row, hidden_, kBits, tokens_ + token * kernels_.row_bytes(hidden_));
 }
 
 void FewLora::low_rank(int task) {
@@ -88,7 +89,7 @@ void FewLora::hidden_low_rank(const RowChunk& expert, const char* h, size_t narr
   const int number = int(&expert - call_.routes.experts.data());
   for (int row = expert.begin; row < expert.begin + expert.rows; row++)
     if (call_.adapter(row) != kNoAdapter)
-      kernels_.place(reinterpret_cast<const bf16*>(h + row * narrow), width_, hidden_row(row));
+      kernels_.place(reinterpret_cast<const bf16*>(h + row * narrow), width_, kBits, hidden_row(row));
   for (int i = adapters.first[expert.slot]; i < adapters.first[expert.slot + 1]; i++)
     if (const LoraPair* const found = pair(adapters.of_slot[i], kDown))
       for (int block = 0; block < ceil_div(found->rank(), kRankBlock); block++)
@@ -127,7 +128,7 @@ void FewLora::place_operands(const RowChunk& expert, std::initializer_list<Proje
     if (adapter == kNoAdapter) continue;
     for (const Projection p : projections)
       if (const LoraPair* const found = pair(adapter, p))
-        kernels_.place(operand(p, row), split_rank(found->rank()), placed(p, row));
+        kernels_.place(operand(p, row), split_rank(found->rank()), kBits, placed(p, row));
   }
 }
 

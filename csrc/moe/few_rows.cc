@@ -88,7 +88,7 @@ class FewRows {
       const bf16* const row = bf16_row(call_, hidden_, token, 0, size_, reinterpret_cast<bf16*>(at),
                                        reinterpret_cast<float*>(at + size_t(size_) * sizeof(bf16)));
       if (!call_.vec().finite(size_, row)) bad_ = token;
-      kernels_.place(row, size_, x_ + token * x_bytes_);
+      kernels_.place(row, size_, call_.activation_bits, x_ + token * x_bytes_);
       if (lora_) lora_->place(token, row);
     }
     placed_.fetch_add(1, std::memory_order_release);
@@ -130,7 +130,7 @@ class FewRows {
           const uint8_t* const next = i + 1 < count     ? matrix[i + 1].tile(strip, 0)
                                       : strip + 1 < end ? matrix[0].tile(strip + 1, 0)
                                                         : gate_strip(task + threads_, gates);
-          kernels_.product({&matrix[i], strip, x, few, first ? nullptr : next, results[i]});
+          kernels_.product({&matrix[i], strip, x, few, first ? nullptr : next, results[i], call_.activation_bits});
         }
         if (lora_) {
           lora_->await_low_rank(rows);
@@ -144,7 +144,7 @@ class FewRows {
       }
     if (left_[task / gate_tasks_].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     for (int row = rows.begin; row < rows.begin + rows.rows; row++)
-      kernels_.place(h_row(row), width_, placed_h_ + row * h_bytes_);
+      kernels_.place(h_row(row), width_, call_.activation_bits, placed_h_ + row * h_bytes_);
     if (lora_) lora_->hidden_low_rank(rows, h_, narrow_);
     finished_.fetch_add(1, std::memory_order_release);
   }
@@ -179,7 +179,7 @@ class FewRows {
       const void* h[kFewRows];
       for (int t = 0; t < few; t++) h[t] = placed_h_ + (row + t) * h_bytes_;
       alignas(64) float results[kFewRows * kTileRows];
-      kernels_.product({&matrix, strip, h, few, first ? nullptr : next, results});
+      kernels_.product({&matrix, strip, h, few, first ? nullptr : next, results, call_.activation_bits});
       for (int t = 0; t < few; t++) {
         if (lora_) lora_->add(Projection::kDown, rows, row + t, strip, results + t * kTileRows);
         float* const to = sums + routes_.token(row + t) * kTileRows;

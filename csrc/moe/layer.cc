@@ -126,7 +126,14 @@ void MoeLayer::check_bits(int activation_bits, Keep keep) const {
       keep == Keep::kNothing, name_, ": activation_bits is 8, but activation is ",
       keep == Keep::kRoutes ? "recompute" : "retain",
       " for a backward, which 8-bit activations do not have: pass activation=\"none\", or leave activation_bits at 16");
-  check_w8a8(name_.c_str(), runtime_->isa, weights_);
+  if (!rounds_few()) check_w8a8(name_.c_str(), runtime_->isa, weights_);
+}
+
+bool MoeLayer::rounds_few() const { return strip_kernels(runtime_->isa, weights_.format()).bytes; }
+
+void MoeLayer::set_bits(Call& call, int activation_bits) const {
+  call.int8 = activation_bits == 8 && !rounds_few();
+  call.activation_bits = activation_bits;
 }
 
 std::shared_ptr<Saved> MoeLayer::prepare(const int64_t* top_k_index, int tokens, int top_k) const {
@@ -143,7 +150,7 @@ std::shared_ptr<Saved> MoeLayer::forward(const LayerInput& input, const Lora* lo
   if (input.tokens > 0) {
     const ForkLock lock(runtime_->mutex);
     Call call = call_of(saved->routes, input.top_k_weights, lora);
-    call.int8 = activation_bits == 8;
+    set_bits(call, activation_bits);
     ktft::forward(call, {input.hidden, input.dtype}, out, keep == Keep::kNothing ? nullptr : saved.get(),
                   keep == Keep::kActivations);
   }
@@ -169,7 +176,7 @@ void MoeLayer::forward_adapters(const LayerInput& input, std::vector<const Lora*
   const ForkLock lock(runtime_->mutex);
   Call call = call_of(routes, input.top_k_weights, nullptr);
   call.adapters = &adapters;
-  call.int8 = activation_bits == 8;
+  set_bits(call, activation_bits);
   ktft::forward(call, {input.hidden, input.dtype}, out, nullptr, false);
 }
 

@@ -19,8 +19,9 @@ float* results(Scratch& scratch, const RowChunk& rows, int cols) {
   return scratch.take<float>(size_t(pad_rows(rows.rows)) * cols);
 }
 
-void product(const Call& call, const GemmArgs& args, const Int8Rows& x, const RowChunk& rows, Scratch& scratch) {
+void product(const Call& call, GemmArgs args, const Int8Rows& x, const RowChunk& rows, Scratch& scratch) {
   count_weights(call, Pass::kForward, args);
+  args.activation_bits = call.activation_bits;
   if (!call.int8) return run_gemm(call, call.weights.format(), Pass::kForward, args);
   int8_product(call, args, int8_rows_at(x, rows.packed, args.terms[0].w->cols), scratch);
 }

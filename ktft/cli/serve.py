@@ -93,7 +93,9 @@ def serve(
         int,
         typer.Option(min=0, help="Experts of a token that decode on a GPU may add one layer late; changes results."),
     ] = 0,
-    activation_bits: Annotated[int, typer.Option(help="16; or 8: faster on AMX with int8 experts, less exact.")] = 16,
+    activation_bits: Annotated[
+        int, typer.Option(help="16; or 8: faster and less exact, for int8 and without AMX for 4-bit formats.")
+    ] = 16,
     supervise: Annotated[bool, typer.Option("--supervise", help="Start again after a crash.")] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show the engine's log, which otherwise goes to a file.")

@@ -43,7 +43,13 @@ def pack_dense(
 
 
 def dense_product(
-    runtime: Runtime, format: str, packed: Tensor, shape: tuple[int, int], x: Tensor, bias: Tensor | None = None
+    runtime: Runtime,
+    format: str,
+    packed: Tensor,
+    shape: tuple[int, int],
+    x: Tensor,
+    bias: Tensor | None = None,
+    activation_bits: int = 16,
 ) -> Tensor:
     """`x · Wᵀ + bias` on the CPU, for a weight `[out_features, in_features]` that `pack_dense` packed.
 
@@ -52,6 +58,8 @@ def dense_product(
         shape: of the weight; a multiple of `ROWS` rows and of 32 columns.
         x: bf16 `[..., in_features]`.
         bias: fp32 `[out_features]`.
+        activation_bits: 16; or 8, which rounds the rows of up to 12 tokens to int8, with a scale for each row and 32
+            columns, if the format is int8 or has 4 bits and the ISA has no tiles. Elsewhere it changes nothing.
 
     Returns:
         bf16 `[..., out_features]`. Sums are fp32, and rounded once.
@@ -74,5 +82,7 @@ def dense_product(
     out = torch.empty(*x.shape[:-1], rows, dtype=torch.bfloat16, device="cpu")
     at = 0 if bias is None else bias.data_ptr()
     tokens = x.numel() // cols
-    core.dense_product(runtime.handle, format, rows, cols, packed.data_ptr(), at, x.data_ptr(), tokens, out.data_ptr())
+    core.dense_product(
+        runtime.handle, format, rows, cols, packed.data_ptr(), at, x.data_ptr(), tokens, activation_bits, out.data_ptr()
+    )
     return out

@@ -65,7 +65,8 @@ def main() -> int:
     args = parser.parse_args()
     model = args.directory / "model"
     if not model.exists():
-        shape = {"experts": 16, "top_k": 4, "hidden_size": 512, "intermediate_size": 256, "vocabulary": 1024}
+        # Every token has all experts: where rounding tips the choice between two, a log-probability may move by anything
+        shape = {"experts": 8, "top_k": 8, "hidden_size": 512, "intermediate_size": 256, "vocabulary": 1024}
         own = {"model": "qwen3-30b-a3b", "cutoff": 512, "overflow": None, "fp8": False, "format": "k4", "layers": 3}
         write_checkpoint(argparse.Namespace(**own, **shape, threads=None), model)
         for i, options in enumerate(OPTIONS, start=1):
@@ -101,7 +102,7 @@ def main() -> int:
             allowed = [max(NOISE, 2 * each) for each in noise]
             failed += any(found > most for found, most in zip(gaps, allowed, strict=True))
             failed += max(mixed) > NOISE or min(moved[1:]) < 3 * NOISE
-        before = running.together(asked, 12)
+        before, base = running.together(asked, 12), running.together([(asked[5][0], 0)], 12)[0]
         running.remove_adapter(2)
         running.remove_adapter(5)
         gone = running.together([(asked[5][0], 0)], 12)[0]
@@ -113,8 +114,8 @@ def main() -> int:
         others = [each for number, each in enumerate(before) if number not in (2, 5)]
         kept = [gap(*pair) for pair in zip(left, others, strict=True)]
         back = [gap(*pair) for pair in zip(again, before, strict=True)]
-        print(f"after a change: others {rounded(kept)}, all back {rounded(back)}, base {gap(gone, base[5]):.3f}")
-        failed += max(*kept, *back, gap(gone, base[5])) > NOISE
+        print(f"after a change: others {rounded(kept)}, all back {rounded(back)}, base {gap(gone, base):.3f}")
+        failed += max(*kept, *back, gap(gone, base)) > NOISE
         print({lane: each["pairs"] for lane, each in running.status()["lanes"].items()})
     print("FAILED" if failed else "all adapters agree")
     return int(failed > 0)

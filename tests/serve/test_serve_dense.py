@@ -64,6 +64,21 @@ def test_it_is_the_model_that_trains_so(tmp_path: Path, family: str, overrides: 
     assert {name for name, format in formats.items() if format == "bf16"} <= {"gate", "shared_expert_gate"}
 
 
+def test_activations_of_eight_bits(tmp_path: Path) -> None:
+    """Decoding is less exact with them, around the experts and in them, and its effect is small."""
+    checkpoint = write_checkpoint("qwen3moe", tmp_path / "model", head_dim=32)
+    settings = {"expert_format": "int8", "dense_format": "int8"}
+    asked = [([3, 5, 7], 0)]
+    found = []
+    for bits in (16, 8):
+        with served(checkpoint, activation_bits=bits, **settings) as server:
+            found.append(server.together(asked, 1)[0][1])
+            methods = [getattr(layer, "quant_method", None) for layer in server.model.modules()]
+            weights = [method.weight for method in methods if isinstance(method, KtftDenseMethod)]
+            assert weights and {weight.activation_bits for weight in weights} == {bits}
+    assert 1e-4 < off(*found) < NOISE
+
+
 def test_as_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU stands in for the GPU: weights are read into host memory, packed, and multiplied by torch."""
     checkpoint, tables = write_checkpoint("qwen3moe", tmp_path / "model", head_dim=32), []

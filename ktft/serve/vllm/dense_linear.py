@@ -34,18 +34,20 @@ from ktft.serve.vllm.lora_linear import SHORTCUTS, absorbed, linear_layers, refu
 
 @dataclass(frozen=True)
 class _CpuWeight:
-    """A packed weight `[rows, cols]` and the layer's fp32 bias, if it has one."""
+    """A packed weight `[rows, cols]` and the layer's fp32 bias, if it has one. `activation_bits`: see `dense_product`."""
 
     runtime: Runtime
     format: str
     bytes: Tensor
     shape: tuple[int, int]
     bias: Tensor | None
+    activation_bits: int
 
     def product(self, x: Tensor, biased: bool) -> Tensor:
         """Inputs are rounded to bf16, sums are fp32, and rounded once."""
-        bias = self.bias if biased else None
-        return dense_product(self.runtime, self.format, self.bytes, self.shape, x.to(torch.bfloat16), bias).to(x.dtype)
+        bias, inputs = self.bias if biased else None, x.to(torch.bfloat16)
+        out = dense_product(self.runtime, self.format, self.bytes, self.shape, inputs, bias, self.activation_bits)
+        return out.to(x.dtype)
 
 
 _weights: list[_CpuWeight | PackedWeight] = []
@@ -72,13 +74,21 @@ class KtftDenseMethod(UnquantizedLinearMethod):
         device: of the products.
     """
 
-    def __init__(self, layer: Any, runtime: Runtime, format: str, device: torch.device, shared: bool = False) -> None:
+    def __init__(
+        self,
+        layer: Any,
+        runtime: Runtime,
+        format: str,
+        device: torch.device,
+        activation_bits: int = 16,
+        shared: bool = False,
+    ) -> None:
         super().__init__()
         weight, bias = layer.weight.data, None if layer.bias is None else layer.bias.data.float()
         self._place = len(_weights)
         if _on_cpu(device):
             packed = pack_dense(runtime, format, weight)
-            _weights.append(_CpuWeight(runtime, format, packed, tuple(weight.shape), bias))
+            _weights.append(_CpuWeight(runtime, format, packed, tuple(weight.shape), bias, activation_bits))
         else:
             _weights.append(PackedWeight.of(runtime, format, weight, bias, device))
         if not shared:
@@ -127,7 +137,9 @@ class EmbeddingOnHost(_OnHost, UnquantizedEmbeddingMethod):
 PLAIN_METHODS = UnquantizedLinearMethod, UnquantizedEmbeddingMethod, LinearOnHost, EmbeddingOnHost
 
 
-def pack_linears(model: nn.Module, runtime: Runtime, format: str, device: torch.device) -> None:
+def pack_linears(
+    model: nn.Module, runtime: Runtime, format: str, device: torch.device, activation_bits: int = 16
+) -> None:
     """Pack the weights of a loaded model's linear layers and of its output layer, in place.
 
     Routers keep their values. Layers whose weights something else than their method reads stay as they are. Beside a
@@ -141,7 +153,7 @@ def pack_linears(model: nn.Module, runtime: Runtime, format: str, device: torch.
         if flag := SHORTCUTS.get(type(layer).__name__):
             setattr(layer, flag, False)
         shared = any(layer.weight is table.weight for table in tables)
-        QUANT_METHOD.put(layer, KtftDenseMethod(layer, runtime, own, device, shared))
+        QUANT_METHOD.put(layer, KtftDenseMethod(layer, runtime, own, device, activation_bits, shared))
     if not on_cpu:
         for table in tables:
             table.weight.data = _seen_by_gpu(table.weight.data)

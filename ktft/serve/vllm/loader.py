@@ -72,7 +72,7 @@ class KtftModelLoader(BaseModelLoader):
             if settings.dense_format is not None:
                 status.write(Progress(f"Packing the weights around the experts in {settings.dense_format}"))
                 forget()
-                pack_linears(model, weights.runtime, settings.dense_format, device)
+                pack_linears(model, weights.runtime, settings.dense_format, device, settings.activation_bits)
             served = weights.load_experts(status.advance)
             if device.type in ACCELERATORS:
                 status.write(Progress("Taking GPU memory for experts"))
@@ -108,7 +108,7 @@ class KtftModelLoader(BaseModelLoader):
         _load_dense(model, weights.dense_of_prediction(model_config.dtype))
         if settings.dense_format is not None:
             with torch_defaults():
-                pack_linears(model, weights.runtime, settings.dense_format, torch.device("cpu"))
+                pack_linears(model, weights.runtime, settings.dense_format, torch.device("cpu"), settings.activation_bits)
 
 
 def _load_dense(model: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> None:

@@ -1,0 +1,116 @@
+"""activation_bits=8 without tiles: rows of few tokens are rounded to int8, with a scale for each token and 32 columns.
+
+Products are compared with those of rows that torch rounds the same way. What is left is the rounding of outputs to
+bf16.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from contract import CASES, OUTPUT_TOLERANCE, dequantized, make_layer, make_lora, random_inputs, relative
+from test_dense_product import SHAPES, decoded
+from torch import Tensor
+
+from ktft import native
+from ktft.lora import ExpertLora
+from ktft.native.dense import dense_product, pack_dense
+
+CODES = "int8", "k4", "int4", "mxfp4"
+ROUNDING = [(isa, fmt) for isa, fmt in CASES if isa in ("avx2", "avx512", "avx512_bf16") and fmt in CODES]
+OTHERS = [("amx_emu", "int8"), ("amx_emu", "k4"), ("scalar", "k4"), (native.default_isa(), "fp8")]
+THREADS = 4  # as in test_few_rows.py
+LAYER_TOLERANCE = 0.01  # the rounding of h to bf16 can move a code
+
+
+def rounded(x: Tensor) -> Tensor:
+    groups = x.float().unflatten(-1, (-1, 32))
+    scale = groups.abs().amax(-1, keepdim=True) / 127
+    return torch.where(scale > 0, (groups / scale).round() * scale, 0.0).flatten(-2)
+
+
+def uneven(tokens: int, cols: int) -> Tensor:
+    """Values with a few that are 30 times the others, and a group of zeros."""
+    x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(tokens))
+    x[:, 5::37] *= 30
+    x[-1, :32] = 0
+    return x.bfloat16()
+
+
+@pytest.mark.parametrize(("isa", "fmt"), ROUNDING)
+def test_product(isa: str, fmt: str) -> None:
+    runtime = native.runtime(isa=isa, threads=2)
+    for shape in SHAPES:
+        packed = pack_dense(runtime, fmt, torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+        weight = decoded(fmt, packed, shape)
+        for tokens in (1, 2, 3, 4) if shape[1] > 32 else (2, 3, 4):
+            x = uneven(tokens, shape[1])
+            found = dense_product(runtime, fmt, packed, shape, x, None, 8)
+            assert relative(found, rounded(x) @ weight.T) < OUTPUT_TOLERANCE
+            assert relative(found, x.float() @ weight.T) > OUTPUT_TOLERANCE
+        for tokens in (5, 7, 12):  # some ISAs round these, too
+            x = uneven(tokens, shape[1])
+            found = dense_product(runtime, fmt, packed, shape, x, None, 8)
+            assert min(relative(found, rows @ weight.T) for rows in (x.float(), rounded(x))) < OUTPUT_TOLERANCE
+        x = uneven(13, shape[1])
+        pair = [dense_product(runtime, fmt, packed, shape, x, None, bits) for bits in (8, 16)]
+        assert torch.equal(*pair)
+
+
+@pytest.mark.parametrize(("isa", "fmt"), OTHERS)
+def test_other_products_stay_as_they_are(isa: str, fmt: str) -> None:
+    runtime = native.runtime(isa=isa, threads=2)
+    packed, x = pack_dense(runtime, fmt, torch.randn(96, 160)), uneven(3, 160)
+    assert torch.equal(*(dense_product(runtime, fmt, packed, (96, 160), x, None, bits) for bits in (8, 16)))
+
+
+def emulated(
+    layer: native.ExpertLayer, x: Tensor, index: Tensor, weights: Tensor, loras: list[ExpertLora | None]
+) -> Tensor:
+    """The layer with rounded rows; LoRA, each token's own, is that of rows that are not rounded."""
+    out, matrices = torch.zeros(x.shape), dequantized(layer)
+    names = "gate_proj", "up_proj", "down_proj"
+    for token, (lora, experts) in enumerate(zip(loras, index.tolist(), strict=True)):
+
+        def product(place: int, expert: int, row: Tensor, lora: ExpertLora | None = lora) -> Tensor:
+            y = rounded(row) @ matrices[place][expert].float().T
+            if lora is not None:
+                pair = lora.pairs[names[place]]
+                y = y + row.float() @ pair.a[expert].detach().T @ pair.b[expert].detach().T * pair.scaling
+            return y
+
+        for expert, weight in zip(experts, weights[token], strict=True):
+            gate, up = (product(place, expert, x[token].bfloat16()) for place in (0, 1))
+            out[token] += weight * product(2, expert, (F.silu(gate) * up).bfloat16())
+    return out
+
+
+@pytest.mark.parametrize(("isa", "fmt"), ROUNDING)
+def test_layer(isa: str, fmt: str) -> None:
+    layer = make_layer(160, 448, fmt, isa, THREADS)
+    kept = [make_lora(160, 448, rank, torch.float32) for rank in (16, 5)]
+    for tokens in (1, 3):
+        x, index, weights = random_inputs(tokens, 160, 2, seed=tokens)
+        given = x.detach(), index, weights.detach()
+        layer.runtime.take_phases()
+        found = layer.forward(*given, None, "none", activation_bits=8)[0]
+        of = torch.arange(tokens) % 3 - 1 if tokens > 1 else torch.tensor([1])
+        adapted = layer.forward_adapters(*given, [layer.keep_lora(each) for each in kept], of, 8)
+        assert list(layer.runtime.take_phases()) == ["few rows"]
+        assert relative(found, emulated(layer, *given, [None] * tokens)) < LAYER_TOLERANCE
+        chosen = [None if adapter < 0 else kept[adapter] for adapter in of.tolist()]
+        assert relative(adapted, emulated(layer, *given, chosen)) < LAYER_TOLERANCE
+        assert relative(found, layer.forward(*given, None, "none")[0]) > 0.005
+
+
+@pytest.mark.parametrize("fmt", ["int8", "k4"])
+def test_many_rows_are_as_before_and_nan_is_an_error(fmt: str) -> None:
+    isa = next(isa for isa, _ in ROUNDING)
+    layer = make_layer(64, 96, fmt, isa, 2)
+    x, index, weights = (each.detach() for each in random_inputs(200, 64, 2))
+    pair = [layer.forward(x, index, weights, None, "none", activation_bits=bits)[0] for bits in (8, 16)]
+    assert torch.equal(*pair)
+    x[2, 7] = torch.nan
+    with pytest.raises(ValueError, match="hidden states hold NaN or Inf"):
+        layer.forward(x[:3], index[:3], weights[:3], None, "none", activation_bits=8)
