@@ -19,12 +19,13 @@ template <class V, class Codec>
 constexpr bool kDotsCodes = requires { typename V::Codes; } &&
                             (requires { Codec::kWholeValues; } || (Codec::kFormat == Format::kInt8 && !kHasTiles<V>));
 
-// Whether X may have one term, for calls that ask for 8-bit activations. Tile ISAs have w8a8.h for them.
+// Whether X may have one term, for calls that ask for 8-bit activations. int8 gains nothing by that: measured. Tile
+// ISAs have w8a8.h for them.
 template <class V, class Codec>
-constexpr bool kDotsBytes = kDotsCodes<V, Codec> && !kHasTiles<V>;
+constexpr bool kDotsBytes = kDotsCodes<V, Codec> && !kHasTiles<V> && requires { Codec::kWholeValues; };
 
-// Columns of one token in the order of a tile's bytes, x = scale * (128 terms[0] + terms[1]), or x = scale * terms[0] if
-// that is all. `start` subtracts the 128 that is added to the values of W:
+// Columns of one token in the order of a tile's bytes, x = scale * (128 terms[0] + terms[1]), or x = scale * terms[0]
+// if that is all. `start` subtracts the 128 that is added to the values of W:
 //   W . X of lane i = scale * (128 (start[i] + values . terms[0]) + values . terms[1])
 // A tile of 4-bit codes has 128 columns: [0] is multiplied by the low halves of its bytes, [1] by the high halves, and
 // scales[i] is that of group i % 4, for four rows of W's scales. A tile of int8 has 64 columns, and scales[i] is that

@@ -198,7 +198,7 @@ void few_tokens_forward(const GemmArgs& a) {
   X* const fixed = reinterpret_cast<X*>(x);
   const bf16 *rows_of_x[kMostDots], *rows_of_low_rank[kMostDots];
   const X* fixed_rows[kMostDots];
-  const bool pairs = kDotsPairs<V, Codec> && kTerms == kExact && tokens > kFewRows, fixes = kDotsCodes<V, Codec> && !pairs;
+  const bool pairs = kDotsPairs<V, Codec> && tokens > kFewRows, fixes = kDotsCodes<V, Codec> && !pairs;
   for (int i = 0; i < a.count; i++) {
     const GemmTerm& term = a.terms[i];
     const PackedMatrix& w = *term.w;

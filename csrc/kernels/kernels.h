@@ -93,8 +93,8 @@ struct StripArgs {
   int strip;
   const void* const* rows;  // as StripKernels::place made them
   int tokens;
-  const uint8_t* next;  // the strip to prefetch meanwhile, of the same length; or null
-  float* results;       // [tokens, 16]
+  const uint8_t* next;       // the strip to prefetch meanwhile, of the same length; or null
+  float* results;            // [tokens, 16]
   int activation_bits = 16;  // those that the rows were placed with
 };
 struct StripKernels {

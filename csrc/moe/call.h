@@ -15,8 +15,8 @@ struct Call {
   const Lora* lora = nullptr;            // of all tokens; null without LoRA
   const Adapters* adapters = nullptr;    // of single tokens, in place of `lora`; in forward only
   Swiglu swiglu;
-  const char* name;   // the layer's, for messages
-  bool int8 = false;  // activations are int8, see w8a8.h
+  const char* name;          // the layer's, for messages
+  bool int8 = false;         // activations are int8, see w8a8.h
   int activation_bits = 16;  // 8: of few tokens, see StripKernels
 
   // Set by plan().

@@ -39,5 +39,19 @@ GET_INTERNAL_STATE = Patch(
     "ktft.serve.sglang.hooks:get_internal_state",
     "The HTTP process learns what the experts have computed. SGLang has no way to ask its scheduler anything else.",
 )
-HOOKED = (GET_MODEL_LOADER, INIT_LORA_MANAGER, INIT_LORA, RESOLVE_LORA_PATH, GET_INTERNAL_STATE)
+FORWARD_BATCH_GENERATION = Patch(
+    "sglang.srt.managers.tp_worker.TpModelWorker",
+    "forward_batch_generation",
+    "ktft.serve.sglang.hooks:forward_batch_generation",
+    "On a GPU residents change between two steps, and nothing in a CUDA graph can raise what experts on the CPU met. "
+    "SGLang calls no plugin around a step.",
+)
+HOOKED = (
+    GET_MODEL_LOADER,
+    INIT_LORA_MANAGER,
+    INIT_LORA,
+    RESOLVE_LORA_PATH,
+    FORWARD_BATCH_GENERATION,
+    GET_INTERNAL_STATE,
+)
 """For the whole process of a server, by SGLang's hooks."""

@@ -59,7 +59,7 @@ def dense_product(
         x: bf16 `[..., in_features]`.
         bias: fp32 `[out_features]`.
         activation_bits: 16; or 8, which rounds the rows of up to 12 tokens to int8, with a scale for each row and 32
-            columns, if the format is int8 or has 4 bits and the ISA has no tiles. Elsewhere it changes nothing.
+            columns, if the format has 4 bits and the ISA no tiles. Elsewhere it changes nothing.
 
     Returns:
         bf16 `[..., out_features]`. Sums are fp32, and rounded once.

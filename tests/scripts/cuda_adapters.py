@@ -65,7 +65,7 @@ def main() -> int:
     args = parser.parse_args()
     model = args.directory / "model"
     if not model.exists():
-        # Every token has all experts: where rounding tips the choice between two, a log-probability may move by anything
+        # Every token has all experts, so that rounding cannot tip the choice between two
         shape = {"experts": 8, "top_k": 8, "hidden_size": 512, "intermediate_size": 256, "vocabulary": 1024}
         own = {"model": "qwen3-30b-a3b", "cutoff": 512, "overflow": None, "fp8": False, "format": "k4", "layers": 3}
         write_checkpoint(argparse.Namespace(**own, **shape, threads=None), model)

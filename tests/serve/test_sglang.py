@@ -25,7 +25,7 @@ from ktft.hosts.sglang import HOOKED
 from ktft.serve.engine import Findings, Options
 from ktft.serve.engines import SGLANG
 from ktft.serve.runtime.served_model import current
-from ktft.serve.runtime.settings import ServeSettings
+from ktft.serve.runtime.settings import GRAPH_TOKENS, ServeSettings
 
 pytestmark = pytest.mark.skipif(not installed(), reason=MISSING)
 
@@ -162,6 +162,27 @@ def test_sglang_takes_the_arguments(served: Runner, base: Path) -> None:
         SGLANG.check_extra(["--tp", "2"])
     with pytest.raises(ValueError, match="--dense-format k4 is not served with SGLang"):
         SGLANG.arguments(ServeSettings(str(base), dense_format="k4"), Options(), found)
+
+
+def test_arguments_and_environment_on_a_gpu(base: Path) -> None:
+    settings = ServeSettings(str(base), gpu_expert_memory="1G")
+    found = Findings(SGLANG, "qwen3_moe", True, 128, None)
+    words = SGLANG.arguments(settings, Options(max_num_seqs=3), found)
+    at = words.index("--cuda-graph-bs-decode")
+    assert words[at + 1 : at + 6] == ["1", "2", "3", "--cuda-graph-backend-prefill", "disabled"]
+    assert "--device" not in words and "--attention-backend" not in words
+    assert "SGLANG_USE_CPU_ENGINE" not in SGLANG.environment({}, settings, found)
+    many = SGLANG.arguments(settings, Options(max_num_seqs=500), found)
+    assert str(GRAPH_TOKENS) in many and str(GRAPH_TOKENS + 1) not in many
+
+
+def test_the_model_for_a_gpu(tmp_path: Path) -> None:
+    """In a process of its own, since SGLang loads a model once in a process."""
+    script, here = Path(__file__).parent / "sglang_hybrid.py", [str(Path(__file__).parent)]
+    own = os.environ | environment()
+    own["PYTHONPATH"] = os.pathsep.join([*here, *filter(None, [own.get("PYTHONPATH")])])
+    done = subprocess.run([sys.executable, script, tmp_path], env=own, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
 
 
 PLAIN = """

@@ -57,15 +57,21 @@ def check_installed(engine: Engine) -> bool:
         cures = [f"{ways[device]}: {engine.install(device)}" for device in engine.packages]
         raise ValueError(f"{engine.name} is not installed in {sys.prefix}. {'. '.join(cures)}")
     versions.require_server(engine.packages[found[0]])
+    if len(found) > 1:  # one package for both
+        return _sees_gpu()
     return found[0] == "gpu"
 
 
 def _check_gpu(engine: Engine) -> None:
-    from ktft.device import accelerator
-
-    if accelerator() is None:
+    if not _sees_gpu():
         cure = f" For the CPU: {engine.install('cpu')}" if "cpu" in engine.packages else ""
         raise ValueError(f"{engine.packages['gpu']} is installed, which needs a GPU, but torch sees none.{cure}")
+
+
+def _sees_gpu() -> bool:
+    from ktft.device import accelerator
+
+    return accelerator() is not None
 
 
 def check_port(host: str, port: int) -> None:

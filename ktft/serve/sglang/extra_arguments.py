@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 PASSED = (
+    "attention-backend",
     "chat-template",
     "chunked-prefill-size",
     "log-level",
     "log-level-http",
     "log-requests",
+    "mem-fraction-static",
     "random-seed",
     "reasoning-parser",
+    "sampling-backend",
     "schedule-policy",
     "stream-interval",
     "tool-call-parser",

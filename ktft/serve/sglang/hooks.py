@@ -11,7 +11,9 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from ktft.device import device_of
 from ktft.hosts.sglang import HOOKED
+from ktft.serve.runtime.hybrid_experts import HybridModel
 from ktft.serve.runtime.served_model import current
 from ktft.serve.sglang.adapter_names import AdapterNames
 from ktft.serve.sglang.loader import SglangModelLoader
@@ -62,6 +64,18 @@ def init_lora(original: Callable[..., Any], manager: Any) -> None:
 def resolve_lora_path(original: Callable[..., Any], serving: Any, model: str, explicit: Any) -> str | None:
     """The adapter of a request: the name of its model, unless that is the base. The gate has checked it."""
     return model if model in serving.tokenizer_manager.lora_registry.get_all_adapters() else None
+
+
+def forward_batch_generation(original: Callable[..., Any], worker: Any, *args: Any, **named: Any) -> Any:
+    """A step of the model. On a GPU residents follow traffic before it, and no token gets out if its experts failed."""
+    served = current()
+    if not isinstance(served, HybridModel):
+        return original(worker, *args, **named)
+    served.between_steps()
+    result = original(worker, *args, **named)
+    device_of(served.device).synchronize()
+    served.check()
+    return result
 
 
 def get_internal_state(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.model_loader.loader import DefaultModelLoader
+from sglang.srt.runtime_context import get_server_args
 from torch import Tensor, nn
 
 from ktft.checkpoint.load import refuse
+from ktft.device import ACCELERATORS
 from ktft.serve.runtime.agreement import RoutedSizes, check_agreement
+from ktft.serve.runtime.hybrid_experts import HybridModel
 from ktft.serve.runtime.progress import READY, Progress, StatusFile
 from ktft.serve.runtime.served_model import serve
 from ktft.serve.runtime.served_weights import ServedWeights
@@ -50,13 +54,27 @@ class SglangModelLoader(DefaultModelLoader):
         model = super().load_model(model_config=model_config, device_config=device_config)
         refuse(f"SGLang's {type(model).__name__} got no weights for", _marked(model))
         served = self._weights.load_experts(status.advance)
+        device = torch.device(device_config.device)
+        if device.type in ACCELERATORS:
+            status.write(Progress("Taking GPU memory for experts"))
+            served = self._beside(device, model, model_config.dtype)
         serve(served)
         if settings.adapter_slots:
-            add_slots(model, served.step)
+            add_slots(model, settings, served.step)
         for number, (name, path) in enumerate(settings.adapters, start=1):
             status.write(Progress(f"Loading the adapter {name}"))
             add(model, number, path)
         return model
+
+    def _beside(self, device: torch.device, model: nn.Module, dtype: torch.dtype) -> HybridModel:
+        """The experts where hidden states are on a GPU."""
+        top_k = next(module.top_k for module in model.modules() if isinstance(module, FusedMoE))
+        arguments = get_server_args()
+        longest = (arguments.max_prefill_tokens, arguments.chunked_prefill_size, arguments.context_length)
+        tokens = max(each or 0 for each in longest)
+        made = HybridModel.of(self._settings, self._weights.layers, device, top_k, dtype, tokens)
+        made.warm_up()
+        return made
 
     def _get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """The weights that SGLang puts into its model, which it has made by now: those around the experts."""

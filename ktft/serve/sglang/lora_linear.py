@@ -13,7 +13,9 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from torch import Tensor, nn
 
 from ktft.serve.runtime.lora_linear import LoraLinear
+from ktft.serve.runtime.placed_lora import PlacedLora
 from ktft.serve.runtime.served_adapter import Slot, Target
+from ktft.serve.runtime.settings import ServeSettings
 from ktft.serve.runtime.step_adapters import StepAdapters
 
 FORWARDS = (ReplicatedLinear.forward, ColumnParallelLinear.forward, RowParallelLinear.forward)
@@ -37,7 +39,7 @@ class SglangLinearMethod(UnquantizedLinearMethod):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lora: LoraLinear | None = None
+        self.lora: LoraLinear | PlacedLora | None = None
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """From inputs `[..., input_size]` to outputs `[..., output_size]`."""
@@ -45,13 +47,17 @@ class SglangLinearMethod(UnquantizedLinearMethod):
         return out if self.lora is None else self.lora.add(x, out)
 
 
-def add_slots(model: nn.Module, step: StepAdapters) -> None:
-    """Give every linear layer that can have LoRA a slot. `step` is that of `LoraLinear`."""
+def add_slots(model: nn.Module, settings: ServeSettings, step: StepAdapters) -> None:
+    """Give every linear layer that can have LoRA a slot."""
     for name, layer in linear_layers(model):
         if refusal(layer) is None:
             parts = getattr(layer, "output_partition_sizes", None) or [layer.output_size]
             slot = Slot(layer.input_size, tuple(parts))
-            layer.quant_method.lora = LoraLinear(name, slot, step)
+            layer.quant_method.lora = (
+                LoraLinear(name, slot, step)
+                if step.of_token is None
+                else PlacedLora(layer, name, slot, settings.max_lora_rank, settings.adapter_places, step)
+            )
 
 
 def linear_layers(model: nn.Module) -> list[tuple[str, Any]]:
@@ -59,7 +65,7 @@ def linear_layers(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LinearBase)]
 
 
-def slots_of(model: nn.Module) -> dict[str, LoraLinear]:
+def slots_of(model: nn.Module) -> dict[str, LoraLinear | PlacedLora]:
     """The slots of a model, by the layer's name."""
     methods = {name: layer.quant_method for name, layer in linear_layers(model)}
     return {name: each.lora for name, each in methods.items() if isinstance(each, SglangLinearMethod) and each.lora}

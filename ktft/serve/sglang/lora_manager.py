@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.managers.io_struct import LoRAUpdateOutput
+from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
 from torch import nn
 
 from ktft.serve.runtime.served_adapter import ServedAdapter
@@ -30,10 +31,12 @@ class SglangLoraManager:
         model: SGLang's model, loaded.
 
     Attributes:
-        memory_pool: None, for SGLang's metrics: adapters have no slots of a GPU's memory.
+        memory_pool: None, for SGLang's metrics: adapters have no slots that SGLang knows of.
+        supports_prefill_cuda_graph: never: long calls look at the routing.
     """
 
     memory_pool = None
+    supports_prefill_cuda_graph = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -54,6 +57,11 @@ class SglangLoraManager:
             lengths = forward_batch.extend_seq_lens_cpu
             numbers = list(chain.from_iterable(map(repeat, numbers, lengths)))
         served.step.set(numbers, served.adapters)
+        if get_is_capture_mode():  # tokens have none now, and may have some when the graph is replayed
+            served.step.mixed = True
+
+    def init_cuda_graph_batch_info(self, **_: Any) -> None:
+        """SGLang takes memory for its graphs here; ktft's is taken with the model."""
 
     def reset_lora_batch(self) -> None:
         """Called before a step without tokens."""

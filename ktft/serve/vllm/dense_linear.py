@@ -34,7 +34,7 @@ from ktft.serve.vllm.lora_linear import SHORTCUTS, absorbed, linear_layers, refu
 
 @dataclass(frozen=True)
 class _CpuWeight:
-    """A packed weight `[rows, cols]` and the layer's fp32 bias, if it has one. `activation_bits`: see `dense_product`."""
+    """A packed weight `[rows, cols]`, the layer's fp32 bias, if it has one, and an argument of `dense_product`."""
 
     runtime: Runtime
     format: str

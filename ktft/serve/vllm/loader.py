@@ -108,7 +108,8 @@ class KtftModelLoader(BaseModelLoader):
         _load_dense(model, weights.dense_of_prediction(model_config.dtype))
         if settings.dense_format is not None:
             with torch_defaults():
-                pack_linears(model, weights.runtime, settings.dense_format, torch.device("cpu"), settings.activation_bits)
+                cpu = torch.device("cpu")
+                pack_linears(model, weights.runtime, settings.dense_format, cpu, settings.activation_bits)
 
 
 def _load_dense(model: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> None:
