@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
@@ -126,15 +127,18 @@ class Load:
     Args:
         http: of the server.
         models: directories of the base and the adapters, by name.
+        prompts: those of `clear_prompts`.
         args: of the command line.
     """
 
-    def __init__(self, http: httpx.AsyncClient, models: dict[str, Path], args: argparse.Namespace) -> None:
+    def __init__(
+        self, http: httpx.AsyncClient, models: dict[str, Path], prompts: list[Prompt], args: argparse.Namespace
+    ) -> None:
         self.http, self.models, self.args = http, models, args
         self.found = Findings()
         self.served = Served()
         self.random = random.Random(args.seed)
-        self.prompts: list[Prompt] = []
+        self.prompts = prompts
         self.began = self.end = 0.0
 
     # --- changing adapters ------------------------------------------------------------------------------------------
@@ -163,25 +167,8 @@ class Load:
 
     # --- what each model answers ------------------------------------------------------------------------------------
 
-    async def learn(self) -> None:
-        """Choose the prompts by transformers alone, and see that the server answers as it does, in mixed batches."""
-        candidates = [self._candidate(number) for number in range(CANDIDATES)]
-        tokenizer = AutoTokenizer.from_pretrained(self.models[BASE])
-        ids = [_token_ids(tokenizer, content) for _, content in candidates]
-        first: list[dict[str, int]] = [{} for _ in candidates]
-        for name in (BASE, *ADAPTERS):
-            adapter = None if name == BASE else self.models[name]
-            for known, token in zip(first, clear_answers(self.models[BASE], adapter, ids), strict=True):
-                if token is not None:
-                    known[name] = token
-        for (path, content), known in zip(candidates, first, strict=True):
-            if len(known) == len(set(known.values())) >= 2:
-                self.prompts.append(Prompt(path, content, known))
-        for model in (BASE, *ADAPTERS):
-            kinds = Counter(prompt.path for prompt in self.prompts if model in prompt.first)
-            print(f"prompts that tell {model} from others: {dict(kinds)}", flush=True)
-            if kinds.total() < WANTED:
-                raise RuntimeError("too few prompts tell the models apart: make the adapters larger")
+    async def begin_serving(self) -> None:
+        """Serve all names, and see that the server answers as transformers does, in mixed batches."""
         for name in NAMES[1:]:
             await self.serve(name, STANDS_FOR[0] if name == ALIAS else name)
         await self._compare()
@@ -199,13 +186,6 @@ class Load:
         """A prompt whose answer is known of all that a name may stand for."""
         models = STANDS_FOR if name == ALIAS else (name,)
         return self.random.choice([prompt for prompt in self.prompts if all(m in prompt.first for m in models)])
-
-    def _candidate(self, number: int) -> tuple[str, dict[str, Any]]:
-        length = self.random.choice((3, 10, 40, 200))
-        if number % 2:
-            text = "".join(self.random.choices("abcdefghijklmnopqrstuvwxyz ,.", k=length))
-            return "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}
-        return "/v1/completions", {"prompt": [self.random.randrange(3, 259) for _ in range(length)]}
 
     # --- clients ----------------------------------------------------------------------------------------------------
 
@@ -351,6 +331,40 @@ def growth(memory: list[tuple[float, int]]) -> tuple[int, int]:
     return int(statistics.median(later[:some])), int(statistics.median(later[-some:]))
 
 
+def clear_prompts(models: dict[str, Path], seed: int) -> list[Prompt]:
+    """Prompts that tell the models apart, by transformers alone. Computed before the server takes the cores."""
+    torch.set_num_threads(min(4, torch.get_num_threads()))  # more only slow such small products down
+    drawn = random.Random(seed)
+    candidates = [_candidate(number, drawn) for number in range(CANDIDATES)]
+    tokenizer = AutoTokenizer.from_pretrained(models[BASE])
+    ids = [_token_ids(tokenizer, content) for _, content in candidates]
+    first: list[dict[str, int]] = [{} for _ in candidates]
+    for name in (BASE, *ADAPTERS):
+        adapter = None if name == BASE else models[name]
+        for known, token in zip(first, clear_answers(models[BASE], adapter, ids), strict=True):
+            if token is not None:
+                known[name] = token
+    prompts = [
+        Prompt(path, content, known)
+        for (path, content), known in zip(candidates, first, strict=True)
+        if len(known) == len(set(known.values())) >= 2
+    ]
+    for model in (BASE, *ADAPTERS):
+        kinds = Counter(prompt.path for prompt in prompts if model in prompt.first)
+        print(f"prompts that tell {model} from others: {dict(kinds)}", flush=True)
+        if kinds.total() < WANTED:
+            raise RuntimeError("too few prompts tell the models apart: make the adapters larger")
+    return prompts
+
+
+def _candidate(number: int, drawn: random.Random) -> tuple[str, dict[str, Any]]:
+    length = drawn.choice((3, 10, 40, 200))
+    if number % 2:
+        text = "".join(drawn.choices("abcdefghijklmnopqrstuvwxyz ,.", k=length))
+        return "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}
+    return "/v1/completions", {"prompt": [drawn.randrange(3, 259) for _ in range(length)]}
+
+
 def make_models(folder: Path) -> dict[str, Path]:
     from adapters import random_adapter
     from tiny import write_checkpoint
@@ -369,7 +383,7 @@ def start(models: dict[str, Path], port: int, log: Path, options: list[str]) -> 
 
 
 async def load(
-    server: subprocess.Popen[bytes], url: str, models: dict[str, Path], args: argparse.Namespace
+    server: subprocess.Popen[bytes], url: str, models: dict[str, Path], prompts: list[Prompt], args: argparse.Namespace
 ) -> Findings:
     """Wait for the server, then load it."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=args.clients)
@@ -382,10 +396,10 @@ async def load(
                     break
             except httpx.HTTPError:
                 await asyncio.sleep(0.5)
-        it = Load(http, models, args)
+        it = Load(http, models, prompts, args)
         for bad in BAD_REQUESTS:
             await it._bad(bad)
-        await it.learn()
+        await it.begin_serving()
         await it.run(lambda: tree_memory(server.pid))
         for name in NAMES:
             await it._plain(name)
@@ -425,9 +439,10 @@ def main() -> None:
         port = listener.getsockname()[1]
     with tempfile.TemporaryDirectory() as scratch:
         models, log = make_models(Path(scratch)), Path(scratch) / "server.log"
+        prompts = clear_prompts(models, args.seed)
         server = start(models, port, log, args.option)
         try:
-            found = asyncio.run(load(server, f"http://127.0.0.1:{port}", models, args))
+            found = asyncio.run(load(server, f"http://127.0.0.1:{port}", models, prompts, args))
             server.send_signal(signal.SIGTERM)
             code = server.wait(60)
         except BaseException:
