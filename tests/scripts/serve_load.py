@@ -30,13 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
 from bad_requests import BAD_REQUESTS, BadRequest
-from clear_answers import clear_answers
-from transformers import AutoTokenizer
+from clear_answers import Prompt, clear_prompts
 
 BASE = "base"
 ADAPTERS = ("first", "second", "third", "fourth")
@@ -44,19 +42,9 @@ ALIAS, STANDS_FOR = "changing", ADAPTERS[:2]
 NAMES = (BASE, *ADAPTERS, ALIAS)
 SHAPE = {"head_dim": 32, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64}
 VOCABULARY, MOST_TOKENS = 320, 512
-CANDIDATES, WANTED = 200, 12
 HANG_SECONDS = 120.0
 GROWTH_LIMIT = 0.05
 SHOWN = 20
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A request's content, and the first greedy token of the answer of each model that chooses it clearly."""
-
-    path: str
-    content: dict[str, Any]
-    first: dict[str, int]
 
 
 @dataclass
@@ -316,53 +304,12 @@ def _in_words(found: Findings) -> str:
     return ", ".join(f"{count} {what}" for what, count in sorted(found.outcomes.items()))
 
 
-def _token_ids(tokenizer: Any, content: dict[str, Any]) -> list[int]:
-    """What the server makes of a request's content."""
-    if "prompt" in content:
-        return list(content["prompt"])
-    return list(tokenizer.apply_chat_template(content["messages"], add_generation_prompt=True, return_dict=False))
-
-
 def growth(memory: list[tuple[float, int]]) -> tuple[int, int]:
     """Memory after warming up (a quarter of the time, at most five minutes) and at the end: medians of a tenth each."""
     warm = min(300.0, memory[-1][0] / 4)
     later = [size for at, size in memory if at >= warm]
     some = max(1, len(later) // 10)
     return int(statistics.median(later[:some])), int(statistics.median(later[-some:]))
-
-
-def clear_prompts(models: dict[str, Path], seed: int) -> list[Prompt]:
-    """Prompts that tell the models apart, by transformers alone. Computed before the server takes the cores."""
-    torch.set_num_threads(min(4, torch.get_num_threads()))  # more only slow such small products down
-    drawn = random.Random(seed)
-    candidates = [_candidate(number, drawn) for number in range(CANDIDATES)]
-    tokenizer = AutoTokenizer.from_pretrained(models[BASE])
-    ids = [_token_ids(tokenizer, content) for _, content in candidates]
-    first: list[dict[str, int]] = [{} for _ in candidates]
-    for name in (BASE, *ADAPTERS):
-        adapter = None if name == BASE else models[name]
-        for known, token in zip(first, clear_answers(models[BASE], adapter, ids), strict=True):
-            if token is not None:
-                known[name] = token
-    prompts = [
-        Prompt(path, content, known)
-        for (path, content), known in zip(candidates, first, strict=True)
-        if len(known) == len(set(known.values())) >= 2
-    ]
-    for model in (BASE, *ADAPTERS):
-        kinds = Counter(prompt.path for prompt in prompts if model in prompt.first)
-        print(f"prompts that tell {model} from others: {dict(kinds)}", flush=True)
-        if kinds.total() < WANTED:
-            raise RuntimeError("too few prompts tell the models apart: make the adapters larger")
-    return prompts
-
-
-def _candidate(number: int, drawn: random.Random) -> tuple[str, dict[str, Any]]:
-    length = drawn.choice((3, 10, 40, 200))
-    if number % 2:
-        text = "".join(drawn.choices("abcdefghijklmnopqrstuvwxyz ,.", k=length))
-        return "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}
-    return "/v1/completions", {"prompt": [drawn.randrange(3, 259) for _ in range(length)]}
 
 
 def make_models(folder: Path) -> dict[str, Path]:
@@ -439,7 +386,7 @@ def main() -> None:
         port = listener.getsockname()[1]
     with tempfile.TemporaryDirectory() as scratch:
         models, log = make_models(Path(scratch)), Path(scratch) / "server.log"
-        prompts = clear_prompts(models, args.seed)
+        prompts = clear_prompts(models[BASE], {name: models[name] for name in ADAPTERS}, args.seed)
         server = start(models, port, log, args.option)
         try:
             found = asyncio.run(load(server, f"http://127.0.0.1:{port}", models, prompts, args))
