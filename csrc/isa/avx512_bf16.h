@@ -21,8 +21,11 @@ namespace ktft {
 //   largest_magnitude        of 32 values of x, the bits of the largest magnitude; NaN is larger than Inf
 //   split                    round(x * factor) = 128 high + low, of 16 values, 0 <= low < 128
 //   round                    round(x * factor), of 16 values; only on ISAs without tiles
+//   kOutputLanes             there are all_lanes, the same dword in all 16; columns_of_four, out[16 g + r] =
+//                            in[4 r + g]; and round_group, round of 32 values, which returns their sum
 struct VnniCodes {
   static constexpr int kOffset = 128;
+  static constexpr bool kOutputLanes = true;
   using Bytes = __m512i;
   using Sums = __m512;
 
@@ -59,6 +62,26 @@ struct VnniCodes {
     const __m512i groups = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
     const __m512i rows = _mm512_set_epi32(12, 8, 4, 0, 12, 8, 4, 0, 12, 8, 4, 0, 12, 8, 4, 0);
     return _mm512_permutexvar_ps(of_row ? _mm512_add_epi32(groups, rows) : groups, _mm512_load_ps(values));
+  }
+  static Bytes all_lanes(const void* dword) {
+    int32_t value;
+    __builtin_memcpy(&value, dword, sizeof value);
+    return _mm512_set1_epi32(value);
+  }
+  static int32_t round_group(const bf16* x, float factor, int8_t* out) {
+    const __m512i first = whole(x, factor), second = whole(x + 16, factor);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(first));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 16), _mm512_cvtepi32_epi8(second));
+    return _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+  }
+  static void columns_of_four(const float* in, float* out) {
+    const __m512i rows = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 28, 24, 20, 16, 12, 8, 4, 0);
+    for (int g = 0; g < 4; g++, out += 16) {
+      const __m512i of = _mm512_add_epi32(rows, _mm512_set1_epi32(g));
+      const __m512 low = _mm512_permutex2var_ps(_mm512_load_ps(in), of, _mm512_load_ps(in + 16));
+      const __m512 high = _mm512_permutex2var_ps(_mm512_load_ps(in + 32), of, _mm512_load_ps(in + 48));
+      _mm512_store_ps(out, _mm512_shuffle_f32x4(low, high, 0x44));
+    }
   }
   static Sums to_float(Bytes lanes) { return _mm512_cvtepi32_ps(lanes); }
   static void add_scaled_lanes(float* sums, Bytes lanes, const float* scales) {

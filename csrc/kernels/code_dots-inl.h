@@ -93,7 +93,7 @@ static inline GroupScale byte_scale(int largest_magnitude) {
   constexpr int kInfinite = 255 << 7, kLeast = 14 << 7;
   if (largest_magnitude >= kInfinite) return {float_of_bits(0x7fc00000), 0};
   const float largest = float_of_bits(uint32_t(std::max(largest_magnitude, kLeast)) << 16);
-  return {largest / 127, 127 / largest};
+  return {largest * (1.f / 127), 127 / largest};
 }
 
 // Places a group's integers where its codes are in a tile: 4-bit codes of columns i and 16 + i share a byte.

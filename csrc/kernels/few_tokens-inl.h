@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "kernels/byte_gemm-inl.h"
 #include "kernels/code_dots-inl.h"
 #include "kernels/epilogue-inl.h"
 #include "kernels/kernels.h"
@@ -247,15 +248,20 @@ void few_tokens_forward(const GemmArgs& a) {
   }
 }
 
+// The same where X is int8: with more tokens byte_gemm-inl.h is faster, where there is that.
+template <class V, class Codec>
+constexpr int kMostByteTokens = kHasByteGemm<V, Codec> ? kFewRows : kMostDotTokens<V, Codec>;
+
 // Does the call if it has few tokens. Returns whether it did.
 template <class V, class Codec>
 bool few_tokens(const GemmArgs& a) {
   static_assert(info(Codec::kFormat).dot_tokens <= kFewRows);
   if constexpr (kMostDotTokens<V, Codec> > 0) {
-    if (reads_rows(kMostDotTokens<V, Codec>, a.tokens, a.terms[0].w->cols, low_rank_cols(a))) {
-      if constexpr (kDotsBytes<V, Codec>)
-        if (a.activation_bits == 8) return few_tokens_forward<V, Codec, kBytesOnly>(a), true;
-      few_tokens_forward<V, Codec, kExact>(a);
+    const bool bytes = kDotsBytes<V, Codec> && a.activation_bits == 8;
+    const int most = bytes ? kMostByteTokens<V, Codec> : kMostDotTokens<V, Codec>;
+    if (reads_rows(most, a.tokens, a.terms[0].w->cols, low_rank_cols(a))) {
+      bytes ? few_tokens_forward<V, Codec, kDotsBytes<V, Codec> ? kBytesOnly : kExact>(a)
+            : few_tokens_forward<V, Codec, kExact>(a);
       return true;
     }
   }

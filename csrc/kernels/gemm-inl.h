@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "kernels/byte_gemm-inl.h"
 #include "kernels/few_tokens-inl.h"
 #include "kernels/float_gemm-inl.h"
 #include "kernels/kernels.h"
@@ -126,8 +127,11 @@ void gemm_forward(const GemmArgs& a) {
     const GemmTerm& term = a.terms[i];
     clear(a, term.c);
     if (term.lora) forward_term<V, Bf16Codec>(a, *term.lora, term.lora_begin, term.low_rank, term.c);
-    forward_term<V, Codec>(a, *term.w, term.out_begin, term.x, term.c);
+    if (!kHasByteGemm<V, Codec> || a.activation_bits == 16)
+      forward_term<V, Codec>(a, *term.w, term.out_begin, term.x, term.c);
   }
+  if constexpr (kHasByteGemm<V, Codec>)
+    if (a.activation_bits == 8) forward_in_bytes<V, Codec>(a);
 }
 
 // Decodes the pieces of `strips` row strips x 64 columns. The one or two pieces of each strip are contiguous.

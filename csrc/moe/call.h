@@ -17,7 +17,7 @@ struct Call {
   Swiglu swiglu;
   const char* name;          // the layer's, for messages
   bool int8 = false;         // activations are int8, see w8a8.h
-  int activation_bits = 16;  // 8: of few tokens, see StripKernels
+  int activation_bits = 16;  // 8: where StripKernels::bytes says so
 
   // Set by plan().
   CallDims dims{};

@@ -14,7 +14,7 @@ size_t dense_bytes(Format format, int rows, int cols);
 bool pack_dense(Pool& pool, Format format, const SourceMatrix& source, void* out);
 
 // y [tokens, rows] = x [tokens, cols] Wᵀ + bias, for a matrix that pack_dense packed, of a multiple of 32 rows. `bias`
-// is [rows] or null. With activation_bits of 8 few tokens are rounded to int8 where StripKernels::bytes says so.
+// is [rows] or null. With activation_bits of 8 rows are rounded to int8 where StripKernels::bytes says so.
 void dense_product(Runtime& runtime, Format format, int rows, int cols, const void* packed, const float* bias,
                    const bf16* x, int tokens, int activation_bits, bf16* y);
 

@@ -126,13 +126,13 @@ void MoeLayer::check_bits(int activation_bits, Keep keep) const {
       keep == Keep::kNothing, name_, ": activation_bits is 8, but activation is ",
       keep == Keep::kRoutes ? "recompute" : "retain",
       " for a backward, which 8-bit activations do not have: pass activation=\"none\", or leave activation_bits at 16");
-  if (!rounds_few()) check_w8a8(name_.c_str(), runtime_->isa, weights_);
+  if (!rounds_groups()) check_w8a8(name_.c_str(), runtime_->isa, weights_);
 }
 
-bool MoeLayer::rounds_few() const { return strip_kernels(runtime_->isa, weights_.format()).bytes; }
+bool MoeLayer::rounds_groups() const { return strip_kernels(runtime_->isa, weights_.format()).bytes; }
 
 void MoeLayer::set_bits(Call& call, int activation_bits) const {
-  call.int8 = activation_bits == 8 && !rounds_few();
+  call.int8 = activation_bits == 8 && !rounds_groups();
   call.activation_bits = activation_bits;
 }
 

@@ -59,7 +59,7 @@ class MoeLayer {
   ForkLock lock_for(int expert) const;
   void check_lora(const Lora* lora) const;
   void check_bits(int activation_bits, Keep keep) const;
-  bool rounds_few() const;  // whether 8-bit activations are for few tokens, in place of w8a8.h
+  bool rounds_groups() const;  // whether 8-bit activations have a scale for every 32 columns, in place of w8a8.h
   void set_bits(Call& call, int activation_bits) const;
   void check_saved(const Saved& saved, const Lora* lora, const BackwardArgs& args) const;
   Call call_of(const Routes& routes, const float* top_k_weights, const Lora* lora) const;

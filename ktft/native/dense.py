@@ -58,8 +58,8 @@ def dense_product(
         shape: of the weight; a multiple of `ROWS` rows and of 32 columns.
         x: bf16 `[..., in_features]`.
         bias: fp32 `[out_features]`.
-        activation_bits: 16; or 8, which rounds the rows of up to 12 tokens to int8, with a scale for each row and 32
-            columns, if the format has 4 bits and the ISA no tiles. Elsewhere it changes nothing.
+        activation_bits: 16; or 8, which rounds rows to int8 (all with AVX-512 BF16, else up to 12), with a scale
+            for each and 32 columns, if the format has 4 bits and the ISA no tiles. Elsewhere it changes nothing.
 
     Returns:
         bf16 `[..., out_features]`. Sums are fp32, and rounded once.

@@ -247,8 +247,8 @@ class ExpertLayer:
             activation: `retain`, `recompute`, or `none` when no backward follows.
             activation_bits: 16; or 8, which is faster and less exact, and needs activation `none`. With tiles it
                 quantizes hidden states and SiLU's output to int8 token by token (about 2% more error) and needs
-                AMX-INT8 and format `int8`. Without tiles it rounds them by groups of 32 columns (0.5% more error), in
-                products of up to 12 rows, and needs a 4-bit format; longer products stay as they are.
+                AMX-INT8 and format `int8`. Without tiles it rounds them by groups of 32 columns (0.5% more error) and
+                needs a 4-bit format; ISAs other than AVX-512 BF16 do so in products of up to 12 rows alone.
             out: a contiguous tensor like `hidden_states` for the sum; by default a new one.
 
         Returns:

@@ -1,0 +1,140 @@
+// The forward GEMM with int8 activations, for 4-bit formats on ISAs with products of bytes into 16 lanes: a call that
+// asks for 8-bit activations and has more tokens than dot products are for. W is decoded to bytes that lie as the
+// instruction takes them, four columns of 16 outputs at a time, and each row of X has a scale for every 32 columns.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels/code_dots-inl.h"
+#include "kernels/float_gemm-inl.h"
+
+namespace ktft {
+
+template <class V, class Codec>
+constexpr bool kHasByteGemm = kDotsBytes<V, Codec> && requires { V::Codes::kOutputLanes; };
+
+// Two strips' reduction blocks (16 KB) and their scales stay in L1, 128 tokens' (80 KB) in L2.
+constexpr int kByteReduction = 512, kByteTokens = 128;
+constexpr int kByteRows = 6;  // tokens whose sums of two strips stay in registers
+
+struct ByteRow {
+  static constexpr int kGroups = kByteReduction / kGroup;
+  alignas(64) int8_t values[kByteReduction];
+  float scales[kGroups];
+  int32_t starts[kGroups];  // what the 128 added to the values of W adds to a group's sum, negated
+
+  // A row of pieces. Only as many columns as there are get values.
+  template <class V>
+  void fix(const bf16* x, int groups) {
+    for (int g = 0; g < groups; g++, x += kPieceElements) {
+      int8_t* const at = values + g * kGroup;
+      const GroupScale found = byte_scale(V::Codes::largest_magnitude(x));
+      scales[g] = found.scale;
+      starts[g] = 0;
+      if (found.factor)
+        starts[g] = -V::Codes::kOffset * V::Codes::round_group(x, found.factor, at);
+      else
+        std::fill_n(at, kGroup, int8_t(0));
+    }
+  }
+};
+
+// 16 outputs' weights of a reduction block. Lane r of values[i][half][4 g + q] has the four columns of group 4 i + g of
+// W that begin at 16 half + 4 q.
+struct BytePanel {
+  static constexpr int kTiles = kByteReduction / 128;
+  alignas(64) uint8_t values[kTiles][2][16][kRowBytes];
+  alignas(64) float scales[kTiles * 4][kTileRows];
+
+  template <class V, class Codec>
+  void decode(const uint8_t* tile, int tiles) {
+    using Codes = typename V::Codes;
+    const auto table = Codes::table(Codec::kWholeValues.at);
+    for (int i = 0; i < tiles; i++, tile += info(Codec::kFormat).tile_bytes) {
+      alignas(64) uint8_t rows[2][kTileRows][kRowBytes];
+      alignas(64) float own[kTileRows * 4];
+      for (int k = 0; k < kTileRows * 4; k++) own[k] = Codec::template group_scale<V>(tile, k);
+      Codes::columns_of_four(own, scales[i * 4]);
+      for (int r = 0; r < kTileRows; r++) {
+        const auto codes = Codes::load(tile + r * kRowBytes);
+        Codes::store(rows[0][r], Codes::low_values(table, codes));
+        Codes::store(rows[1][r], Codes::high_values(table, codes));
+      }
+      for (int half = 0; half < 2; half++) V::transpose_dwords(rows[half], kRowBytes, values[i][half], kRowBytes);
+    }
+  }
+};
+
+// Adds the products of two strips' panels and R rows of X to c, whose rows are 32 elements apart.
+template <class V, int R>
+void byte_products(const BytePanel* w, const ByteRow* x, int groups, float* c) {
+  using Codes = typename V::Codes;
+  typename V::F acc[R][2];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; r++)
+    for (int s = 0; s < 2; s++) acc[r][s] = V::load(c + r * 32 + s * 16);
+  for (int g = 0; g < groups; g++) {
+    typename Codes::Bytes sums[R][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = Codes::all_lanes(&x[r].starts[g]);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+      const int half = i / 4, four = g % 4 * 4 + i % 4;
+      const auto first = Codes::load(w[0].values[g / 4][half][four]), second = Codes::load(w[1].values[g / 4][half][four]);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; r++) {
+        const auto in = Codes::all_lanes(x[r].values + g * kGroup + i * 4);
+        sums[r][0] = Codes::dot(sums[r][0], first, in);
+        sums[r][1] = Codes::dot(sums[r][1], second, in);
+      }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) {
+      const typename V::F scale = V::set1(x[r].scales[g]);
+#pragma GCC unroll 2
+      for (int s = 0; s < 2; s++)
+        acc[r][s] = V::fma(Codes::to_float(sums[r][s]), V::mul(V::load(w[s].scales[g]), scale), acc[r][s]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < R; r++)
+    for (int s = 0; s < 2; s++) V::store(c + r * 32 + s * 16, acc[r][s]);
+}
+
+// C += X W^T for all terms, which share X.
+template <class V, class Codec>
+void forward_in_bytes(const GemmArgs& a) {
+  BytePanel* const panels = reinterpret_cast<BytePanel*>(a.scratch);
+  ByteRow* const rows = reinterpret_cast<ByteRow*>(panels + 2);
+  static_assert(2 * sizeof(BytePanel) + kByteTokens * sizeof(ByteRow) <= kGemmScratch);
+  const int cols = a.terms[0].w->cols;
+  for (int begin = 0; begin < cols; begin += kByteReduction) {
+    const int columns = std::min(kByteReduction, cols - begin), tiles = ceil_div(columns, 128);
+    for (int token = 0; token < a.tokens; token += kByteTokens) {
+      const int tokens = std::min(kByteTokens, a.tokens - token);
+      for (int t = 0; t < tokens; t++) {
+        const int row = token + t, first = row - row % kTileRows;
+        rows[t].fix<V>(a.terms[0].x + activation_elements(first, cols) + begin * kTileRows + row % kTileRows * 32,
+                       columns / kGroup);
+      }
+      for (int i = 0; i < a.count; i++) {
+        const GemmTerm& term = a.terms[i];
+        for (int out = 0; out < a.out_count; out += 2 * kTileRows) {
+          for (int s = 0; s < 2; s++) {
+            const int at = out + s * kTileRows;
+            panels[s].template decode<V, Codec>(term.w->tile((term.out_begin + at) / kTileRows, begin / 128), tiles);
+            const auto ahead = StripAhead<V, Codec>::after(*term.w, term.out_begin, term.out_begin + a.out_count,
+                                                           term.out_begin + at, begin, kByteReduction);
+            for (int quarter = 0; token == 0 && quarter < 4; quarter++) ahead.prefetch_quarter(quarter);
+          }
+          float* const c = term.c + result_piece(out / 32, token / kTileRows, a.tokens);
+          each_run<kByteRows>(tokens, [&]<int R>(int t) {
+            byte_products<V, R>(panels, rows + t, columns / kGroup, c + t * 32);
+          });
+        }
+      }
+    }
+  }
+}
+
+}  // namespace ktft
