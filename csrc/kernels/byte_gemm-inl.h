@@ -80,7 +80,8 @@ void byte_products(const BytePanel* w, const ByteRow* x, int groups, float* c) {
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
       const int half = i / 4, four = g % 4 * 4 + i % 4;
-      const auto first = Codes::load(w[0].values[g / 4][half][four]), second = Codes::load(w[1].values[g / 4][half][four]);
+      const auto first = Codes::load(w[0].values[g / 4][half][four]),
+                 second = Codes::load(w[1].values[g / 4][half][four]);
 #pragma GCC unroll 6
       for (int r = 0; r < R; r++) {
         const auto in = Codes::all_lanes(x[r].values + g * kGroup + i * 4);
@@ -128,9 +129,8 @@ void forward_in_bytes(const GemmArgs& a) {
             for (int quarter = 0; token == 0 && quarter < 4; quarter++) ahead.prefetch_quarter(quarter);
           }
           float* const c = term.c + result_piece(out / 32, token / kTileRows, a.tokens);
-          each_run<kByteRows>(tokens, [&]<int R>(int t) {
-            byte_products<V, R>(panels, rows + t, columns / kGroup, c + t * 32);
-          });
+          each_run<kByteRows>(
+              tokens, [&]<int R>(int t) { byte_products<V, R>(panels, rows + t, columns / kGroup, c + t * 32); });
         }
       }
     }
