@@ -17,6 +17,7 @@ from tiny import write_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from ktft import native
 from ktft.config import PROJECTIONS
 from ktft.model.experts import find_experts
 from ktft.model.quantizer import KtftConfig
@@ -151,3 +152,10 @@ def test_one_core_is_left_for_a_gpu(
     with pytest.raises(Asked) as asked:
         ServedWeights(ServeSettings(str(plain), threads=given))
     assert asked.value.args == (expected,)
+
+
+def test_activation_bits_that_cannot_be_are_refused_before_anything_is_read(plain: Path) -> None:
+    with pytest.raises(ValueError, match="activation_bits is 8, but the experts' format is fp8"):
+        weights(plain, expert_format="fp8", activation_bits=8)
+    format = "int8" if "amx_bf16" in native.isas() else "k4"
+    assert weights(plain, expert_format=format, activation_bits=8).layers

@@ -37,7 +37,7 @@ class ServedWeights:
     Raises:
         FileNotFoundError: a shard is missing.
         ValueError: a file is damaged; a tensor is missing, left over or of a wrong shape; ktft does not know the model;
-            there is too little memory.
+            there is too little memory; or the experts cannot have activations of so many bits here.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -55,6 +55,7 @@ class ServedWeights:
         self._plan = LoadPlan(model, files, experts)
         self._settings = settings
         self.layers: dict[int, ExpertLayer] = self._plan.layers
+        _check_bits(next(iter(self.layers.values())), settings.activation_bits)
         check_memory(model, self._plan, 0, None, self._saved(model.config))
         self.runtime = next(iter(self.layers.values())).runtime
 
@@ -102,3 +103,9 @@ class ServedWeights:
         bits, dense = self._settings.activation_bits, self._settings.dense_format
         layers = {number: ServedExperts(layer, bits) for number, layer in self.layers.items()}
         return ServedModel(layers, self.runtime, dense)
+
+
+def _check_bits(layer: ExpertLayer, activation_bits: int) -> None:
+    """Raise ValueError now, and not in the first request, if this machine or the format has no such activations."""
+    none = torch.zeros(0, 1)
+    layer.forward(torch.zeros(0, layer.hidden_size), none.long(), none, None, "none", activation_bits)
