@@ -38,6 +38,8 @@ struct alignas(64) FixedPoint {
   float scales[16];
 };
 constexpr int kExact = 2, kBytesOnly = 1;  // terms
+template <class V, class Codec>
+constexpr int kTermsOfBytes = kDotsBytes<V, Codec> ? kBytesOnly : kExact;  // where a call asks for 8 bits
 template <class Codec, int kTerms = kExact>
 using FixedPointOf = FixedPoint<info(Codec::kFormat).tile_cols / kRowBytes, kTerms>;
 

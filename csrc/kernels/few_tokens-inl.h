@@ -260,8 +260,7 @@ bool few_tokens(const GemmArgs& a) {
     const bool bytes = kDotsBytes<V, Codec> && a.activation_bits == 8;
     const int most = bytes ? kMostByteTokens<V, Codec> : kMostDotTokens<V, Codec>;
     if (reads_rows(most, a.tokens, a.terms[0].w->cols, low_rank_cols(a))) {
-      bytes ? few_tokens_forward<V, Codec, kDotsBytes<V, Codec> ? kBytesOnly : kExact>(a)
-            : few_tokens_forward<V, Codec, kExact>(a);
+      bytes ? few_tokens_forward<V, Codec, kTermsOfBytes<V, Codec>>(a) : few_tokens_forward<V, Codec, kExact>(a);
       return true;
     }
   }

@@ -37,8 +37,7 @@ void strip_product(const StripArgs& a) {
   const int64_t bytes = int64_t(a.w->col_tiles()) * info(Codec::kFormat).tile_bytes;
   const DotAhead further{a.w->tile(a.strip, 0) + bytes, a.next, std::min<int64_t>(kDotAhead<V, Codec>, bytes)};
   if constexpr (kDotsCodes<V, Codec>) {
-    constexpr int kLeast = kDotsBytes<V, Codec> ? kBytesOnly : kExact;
-    a.activation_bits == 8 ? code_strip<V, Codec, kLeast>(a, further, by_output)
+    a.activation_bits == 8 ? code_strip<V, Codec, kTermsOfBytes<V, Codec>>(a, further, by_output)
                            : code_strip<V, Codec, kExact>(a, further, by_output);
   } else {
     alignas(64) bf16 panel[kDotPieces * kPieceElements];

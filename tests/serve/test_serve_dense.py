@@ -23,6 +23,7 @@ from vllm.model_executor import parameter
 from ktft import native
 from ktft.model.quantizer import KtftConfig
 from ktft.serve.runtime.packed_weight import PackedWeight
+from ktft.serve.runtime.served_model import current
 from ktft.serve.runtime.served_weights import ServedWeights
 from ktft.serve.runtime.settings import ServeSettings
 from ktft.serve.vllm import dense_linear
@@ -78,6 +79,7 @@ def test_activations_of_eight_bits(tmp_path: Path) -> None:
             methods = [getattr(layer, "quant_method", None) for layer in server.model.modules()]
             weights = [method.weight for method in methods if isinstance(method, KtftDenseMethod)]
             assert weights and {weight.activation_bits for weight in weights} == {bits}
+            assert {experts.activation_bits for experts in current().layers.values()} == {bits}
     assert 1e-4 < off(*found) < 2 * NOISE
 
 

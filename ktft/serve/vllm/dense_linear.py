@@ -72,6 +72,7 @@ class KtftDenseMethod(UnquantizedLinearMethod):
     Args:
         layer: a loaded layer, whose own weight goes unless it is `shared` with another layer.
         device: of the products.
+        activation_bits: of products on the CPU, see `dense_product`.
     """
 
     def __init__(
