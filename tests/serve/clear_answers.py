@@ -22,7 +22,7 @@ CANDIDATES, WANTED = 200, 12
 
 MARGIN = 0.2
 """Nats between the greedy token and the next, at least."""
-MOVED, TIMES = 0.01, 15
+MOVED, TIMES = 0.02, 15
 """How far hidden states are moved, relative to each value and in standard deviations, and how many times."""
 
 
