@@ -50,13 +50,6 @@ static inline void prefetch(const void* line) {
 static inline void prefetch_l1(const void* line) {
   __asm__ volatile("prefetcht0 %0" ::"m"(*static_cast<const char*>(line)));
 }
-// For memory that is read once: it does not push what is needed again out of L2.
-static inline void prefetch_once(const void* line) {
-  __asm__ volatile("prefetchnta %0" ::"m"(*static_cast<const char*>(line)));
-}
-static inline void prefetch_once(const void* begin, size_t bytes) {
-  for (size_t i = 0; i < bytes; i += 64) prefetch_once(static_cast<const char*>(begin) + i);
-}
 static inline void prefetch(const void* begin, size_t bytes) {
   for (size_t i = 0; i < bytes; i += 64) prefetch(static_cast<const char*>(begin) + i);
 }

@@ -137,16 +137,6 @@ void fix_row(const bf16* at, int cols, int stride, FixedPoint<kPlanes, kTerms>* 
   }
 }
 
-// Prefetches weights, which are read once. Past L2, they leave it to what is read again: faster on AMD's CPUs, a
-// quarter slower on Intel's with tiles (docs/dev/kernel-log.md).
-template <class V>
-void prefetch_weights(const uint8_t* begin, size_t bytes) {
-  if constexpr (kHasTiles<V>)
-    prefetch(begin, bytes);
-  else
-    prefetch_once(begin, bytes);
-}
-
 // Whether dot_tile prefetches line by line, which is faster than a whole tile at once. Only for one token: with more,
 // GCC 12 would not keep their planes in registers (nor if dot_tile were inlined), which halves the speed.
 template <int M>
@@ -173,10 +163,10 @@ __attribute__((noinline)) void dot_tile(const uint8_t* tile, const X* const* x, 
   for (int t = 0; t < M; t++) planes[t] = planes_of<Codes>(*x[t]);
   typename Codes::Bytes table;
   if constexpr (kNibbles) table = Codes::table(Codec::kWholeValues.at);
-  if (!kSpreads<M> && ahead) prefetch_weights<V>(ahead, kBytes);
-  if (kSpreads<M> && kBytes > kCodeBytes) prefetch_weights<V>(ahead + kCodeBytes, kBytes - kCodeBytes);
+  if (!kSpreads<M> && ahead) prefetch(ahead, kBytes);
+  if (kSpreads<M> && kBytes > kCodeBytes) prefetch(ahead + kCodeBytes, kBytes - kCodeBytes);
   for (int r = 0; r < kTileRows; r++) {
-    if constexpr (kSpreads<M>) prefetch_weights<V>(ahead + r * kRowBytes, kRowBytes);
+    if constexpr (kSpreads<M>) prefetch(ahead + r * kRowBytes, kRowBytes);
     const auto codes = Codes::load(tile + r * kRowBytes);
     if constexpr (kNibbles) {
       const auto first = Codes::low_values(table, codes), second = Codes::high_values(table, codes);
@@ -218,10 +208,10 @@ void dot_codes_row(const uint8_t* tile, int tiles, const X* x, const Ahead& ahea
         V::store(scales + k, V::mul(V::load(scales + k), V::load(x->scales + k % 16)));
     }
     const auto planes = planes_of<Codes>(*x);
-    if (kBytes > kCodeBytes) prefetch_weights<V>(next + kCodeBytes, kBytes - kCodeBytes);
+    if (kBytes > kCodeBytes) prefetch(next + kCodeBytes, kBytes - kCodeBytes);
 #pragma GCC unroll 16
     for (int r = 0; r < kTileRows; r++) {
-      prefetch_weights<V>(next + r * kRowBytes, kRowBytes);
+      prefetch(next + r * kRowBytes, kRowBytes);
       const auto codes = Codes::load(tile + r * kRowBytes);
       if constexpr (kNibbles) {
         const auto first = Codes::low_values(table, codes), second = Codes::high_values(table, codes);
@@ -248,9 +238,9 @@ __attribute__((noinline)) void dot_nibbles(const uint8_t* tile, const X* const* 
 #pragma GCC unroll 4
   for (int t = 0; t < M; t++) of_x[t] = Codes::by_fours(x[t]->scales, false);
   const auto table = Codes::table(Codec::kWholeValues.at);
-  if (ahead) prefetch_weights<V>(ahead + kCodeBytes, info(Codec::kFormat).tile_bytes - kCodeBytes);
+  if (ahead) prefetch(ahead + kCodeBytes, info(Codec::kFormat).tile_bytes - kCodeBytes);
   for (int q = 0; q < kTileRows / 4; q++, tile += 4 * kRowBytes, sums += 16) {
-    if (ahead) prefetch_weights<V>(ahead + q * 4 * kRowBytes, 4 * kRowBytes);
+    if (ahead) prefetch(ahead + q * 4 * kRowBytes, 4 * kRowBytes);
     const auto scales = Codes::by_fours(own + q * 16, true);
     typename Codes::Bytes first[4], second[4];
 #pragma GCC unroll 4

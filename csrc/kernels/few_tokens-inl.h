@@ -15,10 +15,7 @@
 
 namespace ktft {
 
-// The distance of the prefetch in bytes; strips are contiguous in memory. 4-bit codes whose sums stay in registers take
-// a shorter one: measured (docs/dev/kernel-log.md).
-template <class V, class Codec>
-constexpr int kDotAhead = kKeepsSums<V, Codec> && FixedPointOf<Codec>::kPlanes == 2 ? 2 << 10 : 8 << 10;
+constexpr int kDotAhead = 8 << 10;  // the distance of the prefetch in bytes; strips are contiguous in memory
 
 constexpr int kDotRows[] = {0, 16, 8, 4, 4};  // rows of W at a time, by number of tokens: their sums stay in registers
 
@@ -33,7 +30,7 @@ constexpr int kRowApart = 32;
 // last product belongs to another thread's work.
 struct DotAhead {
   const uint8_t *end = nullptr, *next = nullptr;
-  int64_t distance = 8 << 10;  // at most the bytes that come next
+  int64_t distance = kDotAhead;  // at most the bytes that come next
 
   const uint8_t* of(const uint8_t* at) const {
     const int64_t past = at + distance - end;
@@ -225,7 +222,7 @@ void few_tokens_forward(const GemmArgs& a) {
     const GemmTerm* const next = i + 1 < a.count ? &a.terms[i + 1] : nullptr;
     const DotAhead further{w.tile((term.out_begin + a.out_count) / kTileRows, 0),
                            next ? next->w->tile(next->out_begin / kTileRows, 0) : nullptr,
-                           pairs ? kPairAhead<Codec> : kDotAhead<V, Codec>};
+                           pairs ? kPairAhead<Codec> : kDotAhead};
     for (int out = 0; out < a.out_count; out += kTileRows) {
       float results[kTileRows * kMostDots] = {};
       const int strip = (term.out_begin + out) / kTileRows, lora_strip = (term.lora_begin + out) / kTileRows;

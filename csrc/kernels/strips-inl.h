@@ -35,7 +35,7 @@ template <class V, class Codec>
 void strip_product(const StripArgs& a) {
   float by_output[kTileRows * kFewRows] = {};
   const int64_t bytes = int64_t(a.w->col_tiles()) * info(Codec::kFormat).tile_bytes;
-  const DotAhead further{a.w->tile(a.strip, 0) + bytes, a.next, std::min<int64_t>(kDotAhead<V, Codec>, bytes)};
+  const DotAhead further{a.w->tile(a.strip, 0) + bytes, a.next, std::min<int64_t>(kDotAhead, bytes)};
   if constexpr (kDotsCodes<V, Codec>) {
     a.activation_bits == 8 ? code_strip<V, Codec, kTermsOfBytes<V, Codec>>(a, further, by_output)
                            : code_strip<V, Codec, kExact>(a, further, by_output);

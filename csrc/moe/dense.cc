@@ -56,6 +56,7 @@ bool pack_dense(Pool& pool, Format format, const SourceMatrix& source, void* out
   pool.run(ceil_div(rows, pack_rows(format)),
            [&](int unit, int) { bad.note(pack(source, 0, 0, matrix, unit, keep), cols); });
   bad.refuse(cols);
+  collapse_huge_pages(out, dense_bytes(format, rows, cols));
   return keep;
 }
 

@@ -25,12 +25,19 @@ int prefer_node(void* at, size_t bytes, int node) {
   return syscall(SYS_mbind, at, bytes, kPreferred, mask, kMaskBits, 0) == 0 ? 0 : errno;
 }
 
-}  // namespace
-
-void prefer_huge_pages(void* at, size_t bytes) {
+void advise_huge_pages(void* at, size_t bytes, int advice) {
   const uintptr_t begin = (uintptr_t(at) + kHugePage - 1) / kHugePage * kHugePage;
   const uintptr_t end = (uintptr_t(at) + bytes) / kHugePage * kHugePage;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, advice);
+}
+
+}  // namespace
+
+void prefer_huge_pages(void* at, size_t bytes) { advise_huge_pages(at, bytes, MADV_HUGEPAGE); }
+
+void collapse_huge_pages(void* at, size_t bytes) {
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE, which older headers do not name
+  advise_huge_pages(at, bytes, kCollapse);
 }
 
 void NodeBuffer::Unmap::operator()(char*) const { munmap(map, bytes); }

@@ -34,6 +34,10 @@ class NodeBuffer {
 // Lets Linux use transparent huge pages where they fit whole. Weights are read at up to 1.25 times the rate then.
 void prefer_huge_pages(void* at, size_t bytes);
 
+// The same for memory that has been written. An allocator hands out memory that was used before in small pages, whose
+// size stays what it was. From Linux 6.1 on; before, nothing changes.
+void collapse_huge_pages(void* at, size_t bytes);
+
 // Buffers needed for a while in every step. They are used again, since fresh memory costs a fault for every page. The
 // memory held never exceeds the most that was in use at one time.
 class BufferPool {
