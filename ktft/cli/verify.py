@@ -74,7 +74,9 @@ def verify(
     serve: Annotated[
         str | None, typer.Option(metavar="URL", help="Compare the server there with training's model instead.")
     ] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="The server's name for MODEL. [its only one]")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The server's name for MODEL, or with --adapter for both. [its only one]")
+    ] = None,
     deferral: Annotated[
         int | None, typer.Option(min=1, help="Report what deferring so many experts a token changes, nothing else.")
     ] = None,
