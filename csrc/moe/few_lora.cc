@@ -9,6 +9,8 @@ namespace {
 
 constexpr Projection kDown = Projection::kDown;
 constexpr int kBits = 16;  // of activations, for weights in bf16
+// In place of the tasks left. None left is not enough: the thread that ends the last one then places the operands.
+constexpr int kKnown = -1;
 
 }  // namespace
 
@@ -33,7 +35,8 @@ FewLora::FewLora(const Call& call)
         if (const LoraPair* const found = pair(adapters.of_slot[i], p))
           for (int block = 0; block < ceil_div(found->rank(), kRankBlock); block++)
             jobs_.push_back({.expert = e, .adapter = adapters.of_slot[i], .p = p, .block = block});
-    left_[e].store(int(jobs_.size() - before), std::memory_order_relaxed);
+    const int own = int(jobs_.size() - before);
+    left_[e].store(own ? own : kKnown, std::memory_order_relaxed);
   }
 }
 
@@ -74,12 +77,12 @@ void FewLora::low_rank(int task) {
   multiply(job, x_);
   if (left_[job.expert].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
   place_operands(call_.routes.experts[job.expert], {Projection::kGate, Projection::kUp});
-  left_[job.expert].store(-1, std::memory_order_release);
+  left_[job.expert].store(kKnown, std::memory_order_release);
 }
 
 void FewLora::await_low_rank(const RowChunk& expert) const {
   const std::atomic<int>& left = left_[size_t(&expert - call_.routes.experts.data())];
-  const auto known = [&] { return left.load(std::memory_order_acquire) <= 0; };
+  const auto known = [&] { return left.load(std::memory_order_acquire) == kKnown; };
   while (!known() && !spin(std::chrono::milliseconds(1), known)) {
   }
 }
