@@ -94,7 +94,7 @@ def test_adapters_are_taken_over(make: Make, nodes: int, rank: int, names: tuple
         host.check()
 
 
-def test_a_thread_that_loses_its_core_delays_the_others() -> None:
+def test_no_thread_takes_an_operand_before_it_is_placed() -> None:
     """Three threads share two cores: each of many calls gives its own output, with nothing from the call before.
 
     Up to one call in 300 was wrong on two cores when A x counted as known before its operands were placed.
