@@ -84,6 +84,7 @@ CPP_RANKS = {
     "numa": 3,
     "kernels": 3,
     "runtime": 4,
+    "attention": 5,
     "moe": 5,
     "optim": 5,
     "bench": 5,

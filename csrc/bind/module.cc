@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "attention/decode.h"
 #include "base/cpu.h"
 #include "bench/ceilings.h"
 #include "cuda/driver.h"
@@ -277,6 +278,27 @@ void bind_dense(py::module_& m) {
       NoGil());
 }
 
+void bind_attention(py::module_& m) {
+  py::class_<DecodeAttention>(m, "DecodeAttention")
+      .def(py::init([](bool pairs, int heads, int kv_heads, int head_size, int block_size, float scale, int window,
+                       Address sinks) {
+             const KvLayout layout = pairs ? KvLayout::kPairs : KvLayout::kColumns;
+             return DecodeAttention{layout, heads, kv_heads, head_size, block_size, scale, window, at<float>(sinks)};
+           }),
+           "pairs"_a, "heads"_a, "kv_heads"_a, "head_size"_a, "block_size"_a, "scale"_a, "window"_a, "sinks"_a)
+      .def(
+          "run",
+          [](const DecodeAttention& self, Runtime& runtime, Address cache, int64_t block_stride, int64_t head_stride,
+             int blocks, Address query, int64_t query_stride, Address table, int64_t table_blocks, int64_t table_stride,
+             Address lengths, int requests, Address out) {
+            self.run(runtime, {at<bf16>(cache), block_stride, head_stride, blocks},
+                     {requests, at<bf16>(query), query_stride, at<int32_t>(table), table_blocks, table_stride,
+                      at<int32_t>(lengths)},
+                     at<bf16>(out));
+          },
+          NoGil());
+}
+
 void bind_layer(py::module_& m) {
   py::class_<MoeLayer>(m, "MoeLayer")
       .def(py::init([](std::shared_ptr<Runtime> runtime, int experts, int hidden, int intermediate,
@@ -414,6 +436,7 @@ PYBIND11_MODULE(_C, m) {
   bind_quant(m);
   bind_moe(m);
   bind_dense(m);
+  bind_attention(m);
   bind_layer(m);
   bind_cuda(m);
   bind_hybrid(m);

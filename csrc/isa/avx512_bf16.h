@@ -160,6 +160,14 @@ struct Avx512Bf16 : Avx512 {
     }
   }
 
+  // Pairs of the first 16 values of both.
+  static In zip(const bf16* first, const bf16* second) {
+    const __m512i turns = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
+                                           37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(first));
+    const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(second));
+    return (__m512bh)_mm512_permutex2var_epi16(_mm512_castsi256_si512(a), turns, _mm512_castsi256_si512(b));
+  }
   static In broadcast_pair(const bf16* p) {
     int pair;
     __builtin_memcpy(&pair, p, 4);

@@ -16,7 +16,7 @@ namespace ktft {
 //   where_equal(a,b,v)  v where a == b, else 0
 //   dot(a,x,w)   a + the lanes' products of x and w, in fp32; sum() adds up an F
 //   even, odd    of 2 kWidth bf16; add_sums(p, a, b, c, d) adds the sums of four F to p[0..4)
-//   kPairs       whether dot() multiplies pairs of bf16 (interleave_tile, broadcast_pair); others' GEMMs widen to fp32
+//   kPairs       whether dot() multiplies pairs of bf16 (interleave_tile, zip, broadcast_pair); others widen to fp32
 //   kLooksUpWords  whether look_up finds 32 bf16 values of 4-bit codes at once
 //   store_exact  stores values that bf16 holds exactly
 //   stream_line  copies 64 aligned bytes past the caches, for data not read soon; drain() orders such copies

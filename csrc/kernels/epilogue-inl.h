@@ -12,14 +12,20 @@ namespace ktft {
 template <class V>
 constexpr bool kHasTiles = requires { typename V::Tiles; };
 
-// 1 / (1 + e^-x) to about 5e-6: 2^n p(f), -x log2(e) = n + f, |f| <= 1/2, p the degree-5 Taylor polynomial of 2^f.
+// 2^t for |t| <= 125, to about 3e-6: 2^n p(f), t = n + f, |f| <= 1/2, p the degree-5 Taylor polynomial of 2^f.
 template <class V>
-typename V::F sigmoid(typename V::F x) {
-  const typename V::F t = V::min(V::max(V::mul(x, V::set1(-1.44269504f)), V::set1(-125.f)), V::set1(125.f));
+typename V::F power_of_two(typename V::F t) {
   const typename V::F n = V::round(t), f = V::fma(n, V::set1(-1.f), t);
   typename V::F p = V::set1(0.00133335581f);
   for (const float c : {0.00961812911f, 0.0555041087f, 0.240226507f, 0.693147181f, 1.f}) p = V::fma(p, f, V::set1(c));
-  return V::reciprocal(V::add(V::set1(1.f), V::scale_by_power(p, n)));
+  return V::scale_by_power(p, n);
+}
+
+// 1 / (1 + e^-x) to about 5e-6.
+template <class V>
+typename V::F sigmoid(typename V::F x) {
+  const typename V::F t = V::min(V::max(V::mul(x, V::set1(-1.44269504f)), V::set1(-125.f)), V::set1(125.f));
+  return V::reciprocal(V::add(V::set1(1.f), power_of_two<V>(t)));
 }
 
 // Results whose lanes are neighbouring outputs.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/adam-inl.h"
+#include "kernels/attention-inl.h"
 #include "kernels/epilogue-inl.h"
 #include "kernels/gemm-inl.h"
 #include "kernels/int8_gemm-inl.h"
@@ -18,6 +19,7 @@ struct IsaTable {
   VectorKernels vectors;
   RateKernels rates;
   Int8Kernels int8;
+  Attention attention;
 };
 extern const IsaTable kAmxEmuTable, kScalarTable, kAvx2Table, kAvx512Table, kAvx512Bf16Table, kAmxBf16Table;
 
@@ -44,7 +46,8 @@ consteval IsaTable isa_table() {
                              &convert<V, float, bf16>, &scale_row<V>, &split<V>, &dot<V>, &weighted_sum<V>,
                              &dropout_mask<V>, &adam<V, float>, &adam<V, bf16>},
                  .rates = {&fill_rate_memory, nullptr, &hot_rate<V>},
-                 .int8 = {}};
+                 .int8 = {},
+                 .attention = &attention<V>};
 #define KTFT_FORMAT(name, Codec, ...) add_format<V, Codec>(table);
 #include "quant/formats.inc"
 #undef KTFT_FORMAT

@@ -218,6 +218,29 @@ struct VectorKernels {
   AdamKernel<bf16> adam_bf16;
 };
 
+// Where keys and values of one head lie in a block of the KV cache: first the keys of all its tokens, then the values.
+//   kColumns  keys by column, [head_size, block_size]; values by token, [block_size, head_size]
+//   kPairs    operands of products of pairs: keys [block_size / 16, head_size / 2, 16, 2], the last dimension being
+//             neighbouring columns; values [head_size / 16, block_size / 2, 16, 2], the last being neighbouring tokens
+enum class KvLayout { kColumns, kPairs };
+
+// Attention of one token's query heads that share keys and values, over the tokens [begin, end) of its context.
+struct AttentionArgs {
+  KvLayout layout;
+  int heads, head_size, block_size;  // sizes are multiples of 16
+  const bf16* query;                 // [heads, head_size]
+  float scale;
+  const bf16* cache;  // the keys of block 0
+  int64_t block_stride;
+  const int32_t* blocks;   // those of the context
+  int begin, end;          // may be equal
+  char* scratch;           // attention_scratch bytes, 64-byte aligned
+  float* values;           // [heads, head_size]: the sums of values, weighted with exp(score - largest)
+  float *largest, *total;  // [heads]: the largest score, -Inf without tokens, and the sum of the weights
+};
+size_t attention_scratch(int heads, int head_size);
+using Attention = void (*)(const AttentionArgs&);
+
 // Loops that measure the benchmark's ceilings. A call takes microseconds (up to 0.1 s with emulated tiles), works on
 // kRateMemory bytes that fill() wrote, 64-byte aligned, and returns its FLOPs.
 struct RateKernels {
@@ -231,6 +254,7 @@ Gemm find_gemm(Isa isa, Format format, Pass pass);
 const StripKernels& strip_kernels(Isa isa, Format format);
 const VectorKernels& vector_kernels(Isa isa);
 const RateKernels& rate_kernels(Isa isa);
+Attention find_attention(Isa isa);
 const Int8Kernels* int8_kernels(Isa isa);  // null where there are none
 
 }  // namespace ktft

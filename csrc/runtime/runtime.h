@@ -82,6 +82,7 @@ struct Runtime {
   BufferPool buffers;                    // for memory that comes and goes with every step
   std::shared_ptr<Workspace> workspace;  // of the MoE layers, made by the first of them
   Growing dense_rows;                    // x of a dense product, packed
+  Growing attention_parts;               // results of decode attention before they are merged
   PhaseTimes phases;                     // since they were last taken
   std::atomic<int64_t> weight_bytes{0};  // packed expert weights that products have read since the sum was last taken
 

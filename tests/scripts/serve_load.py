@@ -7,7 +7,8 @@ same time; adapters are loaded and unloaded meanwhile, and one name stands for o
 must provably come from the model that was asked for: prompts are chosen whose first greedy token differs between the
 models and, by transformers in fp32, is clear for each, and an answer must begin with its own model's token. A model's
 name may be refused only while that model may not be served. Bad requests must get a 4xx with a message; no request may
-get a 5xx or hang. The memory of all the server's processes is sampled. Exits with 1 if anything is wrong.
+get a 5xx or hang. The memory of all the server's processes is sampled. Ctrl-C ends the load early, with its report.
+Exits with 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -178,11 +179,15 @@ class Load:
     # --- clients ----------------------------------------------------------------------------------------------------
 
     async def run(self, memory: Callable[[], int]) -> None:
-        """Run the whole load for the given time."""
+        """Run the whole load for the given time, or until Ctrl-C."""
         self.began = time.monotonic()
         self.end = self.began + 60 * self.args.minutes
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._end_now)
         tasks = [self._client() for _ in range(self.args.clients)]
         await asyncio.gather(self._keep_changing(), self._watch(memory), *tasks)
+
+    def _end_now(self) -> None:
+        self.end = time.monotonic()
 
     async def _watch(self, memory: Callable[[], int]) -> None:
         """Sample memory, and check that health, metrics and models are answered."""
@@ -362,7 +367,7 @@ def report(found: Findings, code: int, args: argparse.Namespace) -> bool:
     if grown > GROWTH_LIMIT:
         found.fail(f"memory grew by {grown:.1%}, the limit is {GROWTH_LIMIT:.0%}")
     ordered = sorted(found.seconds)
-    print(f"{args.minutes:g} minutes, {args.clients} clients: {_in_words(found)}")
+    print(f"{found.memory[-1][0] / 60:.1f} minutes, {args.clients} clients: {_in_words(found)}")
     print(f"seconds a request: median {ordered[len(ordered) // 2]:.2f}, largest {ordered[-1]:.2f}")
     print(f"memory of all processes: {before / 1e6:.0f} MB warm, {after / 1e6:.0f} MB at the end ({grown:+.1%})")
     if len(found.failures) > SHOWN:

@@ -1,4 +1,4 @@
-"""Shorter forwards of vLLM's layers give what vLLM's own give, bit for bit."""
+"""Shorter forwards of vLLM's layers give what vLLM's own give, bit for bit where ktft computes nothing itself."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from tiny import write_checkpoint
 
 from ktft import native
 from ktft.hosts.vllm import ATTENTION_FORWARD, EXPERTS_FORWARD, NORM_FORWARD
-from ktft.serve.vllm import norms
+from ktft.serve.vllm import attention, norms
 
 PATCHES = {each.owner.rpartition(".")[2]: each for each in (NORM_FORWARD, ATTENTION_FORWARD, EXPERTS_FORWARD)}
 NORMS = {"ir_op_priority": json.loads(norms.ARGUMENT[1])}
+TOLERANCE = 0.03  # of log-probabilities: outputs of attention are bf16
 LONGER = [5 + i % 50 for i in range(40)]
 
 
@@ -29,6 +30,11 @@ def shortened(model: Any) -> dict[str, list[Any]]:
     return found
 
 
+def answers(server: Any) -> tuple[torch.Tensor, list[tuple[list[int], torch.Tensor]]]:
+    server.llm.reset_prefix_cache()
+    return server.logprobs(), server.together([(IDS, 0), (LONGER, 0)], tokens=6)
+
+
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
@@ -37,7 +43,9 @@ def shortened(model: Any) -> dict[str, list[Any]]:
         pytest.param("glm4", {"head_dim": 32, "routed_scaling_factor": 2.5}, id="shared experts and a factor"),
     ],
 )
-def test_answers_are_those_of_vllms_own_forwards(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+def test_answers_are_those_of_vllms_own_forwards(
+    tmp_path: Path, family: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint = write_checkpoint(family, tmp_path / "base", **overrides)
     with served(checkpoint, adapter_swap=False, options=NORMS) as server:
         found = shortened(server.model)
@@ -45,16 +53,60 @@ def test_answers_are_those_of_vllms_own_forwards(tmp_path: Path, family: str, ov
         assert found.keys() == expected
         scaled = {runner.routed_scaling_factor for runner in found["MoERunner"]}
         assert scaled == {overrides.get("routed_scaling_factor", 1.0)}
-        short = server.logprobs(), server.together([(IDS, 0), (LONGER, 0)], tokens=6)
+        with monkeypatch.context() as without:
+            without.setattr(attention, "LAYOUTS", {})  # vLLM computes attention
+            short = answers(server)
         for kind, modules in found.items():
             for module in modules:
                 PATCHES[kind].take_off(module)
         assert not shortened(server.model)
-        server.llm.reset_prefix_cache()
-        own = server.logprobs(), server.together([(IDS, 0), (LONGER, 0)], tokens=6)
+        own = answers(server)
     assert torch.equal(short[0], own[0])
     for (ids, said), (own_ids, own_said) in zip(short[1], own[1], strict=True):
         assert ids == own_ids and torch.equal(said, own_said)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [("qwen3moe", {"head_dim": 32}), ("gpt_oss", {"head_dim": 32}), ("mixtral", {"num_attention_heads": 2})],
+)
+def test_ktft_computes_attention_of_single_tokens(
+    tmp_path: Path, family: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contexts of several blocks; sinks and a window where the family has them."""
+    checkpoint = write_checkpoint(family, tmp_path / "base", **overrides)
+    asked = [([3 + (7 * i + n) % 90 for i in range(n)], 0) for n in (300, 20, 129)]
+    found = {}
+    for layouts in (attention.LAYOUTS, {}):
+        monkeypatch.setattr(attention, "LAYOUTS", layouts)
+        with served(checkpoint, adapter_swap=False, options={"max_model_len": 512}) as server:
+            found[bool(layouts)] = server.together(asked, tokens=6)
+            assert attention.decodes() == bool(layouts)
+    near = []
+    for (ids, said), (own_ids, own_said) in zip(found[True], found[False], strict=True):
+        assert ids[0] == own_ids[0], "the first token is a prompt's"
+        same = next((i for i, (a, b) in enumerate(zip(ids, own_ids, strict=True)) if a != b), len(ids))
+        apart = (said - own_said).abs()[len(said) - len(ids) :][: same + 1]  # a near tie may go the other way
+        near += (apart < TOLERANCE).tolist()
+    assert sum(near) >= 0.75 * len(near) and len(near) >= 9, "rounding may also choose another expert for a token"
+
+
+def test_vllm_computes_attention_that_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As it would if vLLM laid out its cache in another way."""
+    checkpoint = write_checkpoint("qwen3moe", tmp_path / "base", head_dim=32)
+    other = {"columns": "pairs", "pairs": "columns"}
+    monkeypatch.setattr(attention, "LAYOUTS", {isa: other[layout] for isa, layout in attention.LAYOUTS.items()})
+    monkeypatch.setattr(attention.logger, "propagate", True)
+    attention._agrees.cache_clear()
+    with served(checkpoint, adapter_swap=False) as server:
+        ids, _ = server.greedy(tokens=4)
+        assert not attention.decodes()
+    assert "differs by" in caplog.text and "vLLM's is used" in caplog.text
+    monkeypatch.undo()
+    with served(checkpoint, adapter_swap=False) as server:
+        assert server.greedy(tokens=4)[0][0] == ids[0] and attention.decodes()
 
 
 def test_a_layer_of_which_more_is_asked_keeps_its_forward(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ktft.native.machine import Runtime
 from ktft.serve.runtime.served_model import current
+from ktft.serve.vllm.attention import decodes
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 FEW_TOKENS = 32
 """With more, norms and attention are long enough for all threads."""
 SHORT = 3072
-"""Tokens of context, of all requests in a step: with more, attention gains more by a second thread than norms lose."""
+"""Tokens of context, of all requests in a step: with more, vLLM's attention gains more by a second thread than norms
+lose."""
 AWAKE = 2e-3
 """Seconds that ktft's threads spin for their next product: longer than what lies between two of a step's."""
 
@@ -37,7 +39,7 @@ class StepThreads:
         self._spin = 0.0
 
     def begin(self, tokens: int, context: int) -> None:
-        """Set the threads for a step of so many new tokens, whose requests have so many tokens before these."""
+        """Set the threads for a step of so many new tokens, for which vLLM's attention reads so many earlier ones."""
         alone = tokens <= FEW_TOKENS and context <= SHORT
         if alone == self._alone:
             return
@@ -57,7 +59,11 @@ class KtftCpuWorker(CPUWorker):
         """A step of the model."""
         if self._step_threads is None:
             self._step_threads = StepThreads(current().runtime)
-        before = [request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs]
-        before += scheduler_output.scheduled_cached_reqs.num_computed_tokens
-        self._step_threads.begin(scheduler_output.total_num_scheduled_tokens, sum(before))
+        tokens = scheduler_output.total_num_scheduled_tokens
+        if tokens == len(scheduler_output.num_scheduled_tokens) and decodes():
+            context = 0  # none is read by OpenMP's threads
+        else:
+            context = sum(request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs)
+            context += sum(scheduler_output.scheduled_cached_reqs.num_computed_tokens)
+        self._step_threads.begin(tokens, context)
         return super().execute_model(scheduler_output)

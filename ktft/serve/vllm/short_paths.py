@@ -7,6 +7,7 @@ asks these questions once. A layer of which something special is asked keeps its
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,9 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from ktft import native
 from ktft.hosts.vllm import ATTENTION_FORWARD, EXPERTS_FORWARD, NORM_FORWARD
+from ktft.native.attention import DecodeAttention
+from ktft.serve.runtime.served_model import current
+from ktft.serve.vllm.attention import decode_attention, forget
 from ktft.serve.vllm.moe import KtftMoEMethod
 from ktft.serve.vllm.norms import PROVIDER
 
@@ -30,6 +34,7 @@ Forward = Callable[..., Any]
 
 def shorten(model: nn.Module) -> None:
     """Give the layers of a loaded model shorter forwards, with the same results. For steps that are not compiled."""
+    forget()
     for module in model.modules():
         kind = type(module)
         if kind is RMSNorm and (forward := _norm(module)):
@@ -63,7 +68,7 @@ def _norm(layer: RMSNorm) -> Forward | None:
 
 
 def _attention(layer: Attention) -> Forward | None:
-    """Attention of a decoder over its own KV cache."""
+    """Attention of a decoder over its own KV cache. Steps of one token a request are ktft's to compute where it can."""
     impl: Any = layer.impl
     if (
         type(impl) is not CPUAttentionBackendImpl
@@ -72,8 +77,12 @@ def _attention(layer: Attention) -> Forward | None:
         or layer.attn_backend.forward_includes_kv_cache_update
     ):
         return None
-    own, name = layer.forward, layer.layer_name
+    own, name, runtime = layer.forward, layer.layer_name, current().runtime
     heads, groups, size, value_size = layer.num_heads, layer.num_kv_heads, layer.head_size, layer.head_size_v
+
+    @functools.cache
+    def ours(cache_at: int) -> DecodeAttention | None:
+        return decode_attention(layer, runtime)
 
     def forward(query: Tensor, key: Tensor | None, value: Tensor | None, *rest: Any, **named: Any) -> Tensor:
         context = get_forward_context()
@@ -86,9 +95,12 @@ def _attention(layer: Attention) -> Forward | None:
         key, value = key.view(-1, groups, size), value.view(-1, groups, value_size)
         cache = layer.kv_cache
         impl.do_kv_cache_update(layer, key, value, cache, slots[name])
-        impl.forward(
-            layer, query.view(-1, heads, size), key, value, cache, metadata[name], out.view(-1, heads, value_size)
-        )
+        step, queries, outs = metadata[name], query.view(-1, heads, size), out.view(-1, heads, value_size)
+        single = step.max_query_len == 1 and step.num_actual_tokens == rows == step.seq_lens.shape[0]
+        if single and (decode := ours(cache.data_ptr())):
+            decode(queries, cache, step.block_table, step.seq_lens, outs)
+        else:
+            impl.forward(layer, queries, key, value, cache, step, outs)
         return out
 
     return forward

@@ -1,0 +1,154 @@
+"""Attention of a decode step on a CPU by ktft's threads, over the KV cache that vLLM has laid out.
+
+vLLM's kernel takes one thread for a short step (see `ktft.serve.vllm.cpu_worker`), and widens every key and value for
+each step on its own. vLLM goes on to write the cache, and to compute steps in which a request has several tokens.
+Where values lie in the cache is vLLM's own affair, so ktft's attention is compared with vLLM's before it is used.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionType
+
+from ktft.native.attention import STEP, DecodeAttention
+from ktft.native.machine import Runtime
+
+logger = init_logger("vllm.ktft")
+
+LAYOUTS = {"vec": "columns", "vec16": "columns", "amx": "pairs"}
+"""vLLM's name for the instructions of its kernel, which decide on the layout -> the layout's name in ktft."""
+TOLERANCE = 2e-2
+"""Of outputs in bf16, whose largest values are about 1."""
+
+
+_by_ktft: dict[str, bool] = {}
+"""The layers of the process's model that have had a decode step, by name -> whether ktft computes these."""
+
+
+def forget() -> None:
+    """Drop what is known of a model that this process served before."""
+    _by_ktft.clear()
+
+
+def decodes() -> bool:
+    """Whether ktft computes the attention of all decode steps."""
+    return bool(_by_ktft) and all(_by_ktft.values())
+
+
+def decode_attention(layer: Any, runtime: Runtime) -> DecodeAttention | None:
+    """What computes a layer's decode steps, once the layer has its KV cache; None where vLLM goes on to do that."""
+    found = _decode_attention(layer, runtime)
+    _by_ktft[layer.layer_name] = found is not None
+    return found
+
+
+def _decode_attention(layer: Any, runtime: Runtime) -> DecodeAttention | None:
+    impl, cache = layer.impl, layer.kv_cache
+    layout, sinks = LAYOUTS.get(getattr(layer, "isa", "")), impl.sinks
+    plain = (
+        impl.attn_type == AttentionType.DECODER
+        and impl.alibi_slopes is None
+        and not impl.logits_soft_cap
+        and impl.kv_cache_dtype in ("auto", "bfloat16")
+        and layer.head_size_v == layer.head_size
+    )
+    if layout is None or not plain or cache.dtype != torch.bfloat16 or cache.dim() != 4:
+        return None
+    block_size, window = cache.shape[2], max(impl.sliding_window, 0)
+    sizes = layer.num_heads, layer.num_kv_heads, layer.head_size, block_size
+    if layer.head_size % STEP or block_size % STEP or cache.shape[3] != 2 * layer.head_size:
+        return None
+    if not _agrees(runtime, layer.isa, layout, sizes, window, sinks is not None):
+        return None
+    return DecodeAttention(runtime, layout, *sizes, impl.scale, window, sinks)
+
+
+@functools.cache
+def _agrees(
+    runtime: Runtime, isa: str, layout: str, sizes: tuple[int, int, int, int], window: int, with_sinks: bool
+) -> bool:
+    """Whether ktft's attention finds what vLLM's finds, for made-up contexts in a cache that vLLM has written.
+
+    The sizes are the heads, those of keys and values, head_size and block_size.
+    """
+    made_up, scale = _MadeUp(isa, *sizes), sizes[2] ** -0.5
+    sinks = made_up.drawn(sizes[0]) if with_sinks else None
+    theirs = made_up.by_vllm(scale, window or -1, sinks)
+    ours = DecodeAttention(runtime, layout, *sizes, scale, window, sinks)(
+        made_up.query, made_up.cache, made_up.table, made_up.lengths, torch.empty_like(made_up.query)
+    )
+    apart = (ours.float() - theirs.float()).abs().max().item()
+    if apart < TOLERANCE:  # false for NaN, too
+        return True
+    logger.warning(
+        "ktft's attention for single tokens differs by %.3g from vLLM's, of which up to %.3g is rounding, so vLLM's is "
+        "used, which is slower. vLLM has probably changed its KV cache (kernel %r, %d heads, %d of keys and values, of "
+        "%d, blocks of %d).",
+        *(apart, TOLERANCE, isa, *sizes),
+    )
+    return False
+
+
+class _MadeUp:
+    """Three requests with random contexts, of which one has several blocks in no order."""
+
+    def __init__(self, isa: str, heads: int, kv_heads: int, head_size: int, block_size: int) -> None:
+        self._generator = torch.Generator().manual_seed(1)
+        self._isa, self._sizes = isa, {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_size}
+        self.lengths = torch.tensor([2 * block_size + 5, 1, block_size], dtype=torch.int32)
+        self.table = torch.tensor([[4, 1, 3], [2, 0, 0], [5, 0, 0]], dtype=torch.int32)
+        self.query = self.drawn(3, heads, head_size)
+        self.cache = torch.zeros(6, kv_heads, block_size, 2 * head_size, dtype=torch.bfloat16)
+        self._halves = self.cache.view(6, kv_heads, 2 * block_size, head_size).chunk(2, dim=2)
+        for blocks, length in zip(self.table, self.lengths.tolist(), strict=True):
+            at = torch.arange(length)
+            slots = blocks.long()[at // block_size] * block_size + at % block_size
+            written = self.drawn(length, kv_heads, head_size), self.drawn(length, kv_heads, head_size)
+            ops.cpu_attn_reshape_and_cache(*written, *self._halves, slots, isa, 1.0, 1.0, "auto")
+
+    def drawn(self, *shape: int) -> Tensor:
+        """Random values in bf16."""
+        return torch.randn(shape, generator=self._generator).bfloat16()
+
+    def by_vllm(self, scale: float, window: int, sinks: Tensor | None) -> Tensor:
+        """What vLLM's attention finds."""
+        common = {
+            "query_start_loc": torch.arange(4, dtype=torch.int32),
+            "seq_lens": self.lengths,
+            "causal": True,
+            "dynamic_causal": None,
+            "kv_cache_dtype": "auto",
+        }
+        schedule = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=3,
+            dtype=torch.bfloat16,
+            sliding_window_size=window,
+            isa=self._isa,
+            enable_kv_split=True,
+            **self._sizes,
+            **common,
+        )
+        out = torch.empty_like(self.query)
+        ops.cpu_attention_with_kv_cache(
+            query=self.query,
+            key_cache=self._halves[0],
+            value_cache=self._halves[1],
+            output=out,
+            scale=scale,
+            alibi_slopes=None,
+            sliding_window=window,
+            block_table=self.table,
+            softcap=0.0,
+            scheduler_metadata=schedule,
+            s_aux=sinks,
+            k_scale=1.0,
+            v_scale=1.0,
+            **common,
+        )
+        return out

@@ -1,0 +1,145 @@
+"""Attention of a decode step, compared with torch's in fp32 over the same keys and values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from contract import CASES, relative
+from torch import Tensor
+
+from ktft import native
+from ktft.native.attention import LAYOUTS, DecodeAttention
+
+ISAS = sorted({isa for isa, _ in CASES})
+LENGTHS = (1, 15, 16, 17, 128, 129, 300, 1100)  # parts of a group, a piece and a block, and several parts of a context
+TOLERANCE = 4e-3  # outputs are bf16
+
+
+def placed(layout: str, keys: Tensor, values: Tensor) -> Tensor:
+    """A block's keys and values `[kv_heads, block_size, head_size]` as the layout has them."""
+    heads, block, size = keys.shape
+    if layout == "columns":
+        keys = keys.transpose(1, 2)
+    else:
+        keys = keys.view(heads, block // 16, 16, size // 2, 2).transpose(2, 3)
+        values = values.view(heads, block // 2, 2, size // 16, 16).permute(0, 3, 1, 4, 2)
+    both = keys.reshape(heads, -1), values.reshape(heads, -1)
+    return torch.cat(both, 1).view(heads, block, 2 * size)
+
+
+class Contexts:
+    """Requests with contexts of some lengths in a cache, whose other places hold NaN."""
+
+    def __init__(
+        self, lengths: tuple[int, ...], layout: str, heads: int = 4, kv_heads: int = 2, size: int = 32, block: int = 32
+    ) -> None:
+        generator = torch.Generator().manual_seed(7)
+        counts = [-(-length // block) for length in lengths]
+        order = torch.randperm(sum(counts) + 3, generator=generator).to(torch.int32).split([*counts, 3])
+        self.table = torch.full((len(lengths), max(counts) + 1), -1, dtype=torch.int32)
+        self.cache = torch.full((sum(counts) + 3, kv_heads, block, 2 * size), torch.nan, dtype=torch.bfloat16)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32)
+        self.query = torch.randn(len(lengths), heads, size, generator=generator).bfloat16()
+        self.keys, self.values = [], []
+        for row, length, count, blocks in zip(self.table, lengths, counts, order, strict=False):
+            row[:count] = blocks
+            whole = torch.full((2, kv_heads, count * block, size), torch.nan)
+            whole[:, :, :length] = torch.randn(2, kv_heads, length, size, generator=generator)
+            keys, values = whole.bfloat16()
+            for number, part, of in zip(blocks, keys.split(block, 1), values.split(block, 1), strict=True):
+                self.cache[number] = placed(layout, part, of)
+            self.keys.append(keys[:, :length].float())
+            self.values.append(values[:, :length].float())
+
+    def expected(self, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
+        outs = []
+        for query, keys, values in zip(self.query.float(), self.keys, self.values, strict=True):
+            share = query.shape[0] // keys.shape[0]
+            keys, values = (each[:, -window:].repeat_interleave(share, 0) for each in (keys, values))
+            scores = scale * torch.einsum("hd,htd->ht", query, keys)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[:, None]), 1)
+            outs.append(torch.einsum("ht,htd->hd", scores.softmax(1)[:, : keys.shape[1]], values))
+        return torch.stack(outs)
+
+    def run(self, attention: DecodeAttention) -> Tensor:
+        out = torch.full(self.query.shape, torch.nan, dtype=torch.bfloat16)
+        return attention(self.query, self.cache, self.table, self.lengths, out)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_attention(isa: str, layout: str) -> None:
+    for threads, heads, kv_heads, size, block in (
+        (1, 4, 2, 32, 32),
+        (3, 16, 1, 80, 16),
+        (2, 7, 7, 128, 128),
+        (2, 13, 1, 64, 256),
+    ):
+        contexts = Contexts(LENGTHS, layout, heads, kv_heads, size, block)
+        runtime = native.runtime(isa=isa, threads=threads)
+        found = contexts.run(DecodeAttention(runtime, layout, heads, kv_heads, size, block, size**-0.5))
+        assert relative(found, contexts.expected(size**-0.5)) < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_long_context_in_parts_with_a_window_and_sinks(layout: str) -> None:
+    runtime, sinks = native.runtime(threads=3), torch.tensor([0.5, -40.0, 9.0, 2.0])
+    for lengths in ((3000,), (700, 3, 1500)):
+        contexts = Contexts(lengths, layout)
+        for window in (0, 1, 50, 1300):
+            for sink in (None, sinks):
+                found = contexts.run(DecodeAttention(runtime, layout, 4, 2, 32, 32, 0.3, window, sink))
+                assert relative(found, contexts.expected(0.3, window, sink)) < TOLERANCE, (lengths, window)
+
+
+def test_large_scores_stay_finite() -> None:
+    contexts = Contexts((40, 600), "columns")
+    contexts.query *= 300
+    found = contexts.run(DecodeAttention(native.runtime(threads=2), "columns", 4, 2, 32, 32, 1.0))
+    assert relative(found, contexts.expected(1.0)) < TOLERANCE
+
+
+def test_parts_of_larger_tensors() -> None:
+    """A layer's blocks in a cache of several layers, and queries between keys and values."""
+    contexts = Contexts((90, 20), "columns")
+    contexts.query = torch.cat([contexts.query, torch.ones_like(contexts.query)], 1)[:, :4]
+    shared = torch.full((contexts.cache.shape[0], 3, *contexts.cache.shape[1:]), torch.nan, dtype=torch.bfloat16)
+    shared[:, 1] = contexts.cache
+    contexts.cache = shared[:, 1]
+    found = contexts.run(DecodeAttention(native.runtime(threads=2), "columns", 4, 2, 32, 32, 0.2))
+    assert relative(found, contexts.expected(0.2)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(2, 4, 32)}, r"query torch.float32 \[2, 4, 32\]"),
+        ({"cache": torch.zeros(4, 2, 32, 32, dtype=torch.bfloat16)}, r"cache torch.bfloat16 \[4, 2, 32, 32\]"),
+        ({"lengths": torch.tensor([3])}, "lengths torch.int64"),
+        ({"lengths": torch.tensor([3, 0], dtype=torch.int32)}, "request 1 has a context of 0 tokens"),
+        ({"lengths": torch.tensor([97, 3], dtype=torch.int32)}, "for 1 to 96"),
+        ({"table": torch.tensor([[0, 1, 2], [5, 0, 0]], dtype=torch.int32)}, "block 5 of a KV cache of 5"),
+    ],
+)
+def test_refusals(change: dict[str, Tensor], message: str) -> None:
+    contexts = Contexts((40, 20), "columns")
+    contexts.cache, contexts.table = contexts.cache[:5], torch.zeros(2, 3, dtype=torch.int32)
+    for name, tensor in change.items():
+        setattr(contexts, name, tensor)
+    with pytest.raises(ValueError, match=message):
+        contexts.run(DecodeAttention(native.runtime(threads=1), "columns", 4, 2, 32, 32, 0.2))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (("rows", 4, 2, 32, 32), "'rows'"),
+        (("columns", 4, 3, 32, 32), "multiple of kv_heads"),
+        (("columns", 4, 2, 40, 32), "head_size of 40"),
+        (("pairs", 4, 2, 32, 24), "block_size of 24"),
+    ],
+)
+def test_sizes_that_do_not_fit(sizes: tuple[str, int, int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DecodeAttention(native.runtime(threads=1), *sizes, 0.2)
