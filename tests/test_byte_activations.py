@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import CASES, OUTPUT_TOLERANCE, dequantized, make_layer, make_lora, random_inputs, relative
-from test_dense_product import SHAPES, decoded
+from test_dense_product import SHAPES, decoded, dense_product
 from torch import Tensor
 
 from ktft import native
 from ktft.lora import ExpertLora
-from ktft.native.dense import dense_product, pack_dense
+from ktft.native.dense import pack_dense
 
 CODES = "k4", "int4", "mxfp4"
 ROUNDING = [(isa, fmt) for isa, fmt in CASES if isa in ("avx2", "avx512", "avx512_bf16") and fmt in CODES]

@@ -10,10 +10,23 @@ from torch import Tensor
 from ktft import native
 from ktft.dense.formats import layout
 from ktft.lanes.ops import torch_ops
-from ktft.native.dense import dense_product, pack_dense
+from ktft.native.dense import HostDense, pack_dense
+from ktft.native.machine import Runtime
 
 SHAPES = [(32, 32), (96, 160), (544, 352)]  # rows and columns that are no whole tiles, blocks or cache lines
 TOKENS = (1, 2, 4, 5, 7, 8, 9, 12, 13, 33, 705)  # each way of multiplying, and more than one call takes
+
+
+def dense_product(
+    runtime: Runtime,
+    format: str,
+    packed: Tensor,
+    shape: tuple[int, int],
+    x: Tensor,
+    bias: Tensor | None = None,
+    activation_bits: int = 16,
+) -> Tensor:
+    return HostDense(runtime, format, packed, shape, bias, activation_bits).product(x)
 
 
 def decoded(format: str, packed: Tensor, shape: tuple[int, int]) -> Tensor:

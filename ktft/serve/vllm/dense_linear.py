@@ -9,7 +9,6 @@ plain.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,28 +25,20 @@ from vllm.utils.torch_utils import direct_register_custom_op, get_accelerator_vi
 
 from ktft.dense.formats import PLAIN, may_pack, stays
 from ktft.hosts.vllm import QUANT_METHOD
-from ktft.native.dense import ROWS, dense_product, pack_dense
+from ktft.native.dense import ROWS, HostDense, pack_dense
 from ktft.native.machine import Runtime
 from ktft.serve.runtime.packed_weight import PackedWeight
 from ktft.serve.vllm.lora_linear import SHORTCUTS, absorbed, linear_layers, refusal
 
 
-@dataclass(frozen=True)
-class _CpuWeight:
-    """A packed weight `[rows, cols]`, the layer's fp32 bias, if it has one, and an argument of `dense_product`."""
+class _CpuWeight(HostDense):
+    """A weight whose inputs and outputs have the model's dtype."""
 
-    runtime: Runtime
-    format: str
-    bytes: Tensor
-    shape: tuple[int, int]
-    bias: Tensor | None
-    activation_bits: int
-
-    def product(self, x: Tensor, biased: bool) -> Tensor:
+    def product(self, x: Tensor, biased: bool = True) -> Tensor:
         """Inputs are rounded to bf16, sums are fp32, and rounded once."""
-        bias, inputs = self.bias if biased else None, x.to(torch.bfloat16)
-        out = dense_product(self.runtime, self.format, self.bytes, self.shape, inputs, bias, self.activation_bits)
-        return out.to(x.dtype)
+        if x.dtype == torch.bfloat16:
+            return super().product(x, biased)
+        return super().product(x.to(torch.bfloat16), biased).to(x.dtype)
 
 
 _weights: list[_CpuWeight | PackedWeight] = []
@@ -72,7 +63,7 @@ class KtftDenseMethod(UnquantizedLinearMethod):
     Args:
         layer: a loaded layer, whose own weight goes unless it is `shared` with another layer.
         device: of the products.
-        activation_bits: of products on the CPU, see `dense_product`.
+        activation_bits: of products on the CPU, see `HostDense`.
     """
 
     def __init__(

@@ -19,10 +19,12 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from ktft import native
-from ktft.hosts.vllm import ATTENTION_FORWARD, EXPERTS_FORWARD, NORM_FORWARD
+from ktft.hosts.vllm import ATTENTION_FORWARD, BLOCK_FORWARD, EXPERTS_FORWARD, NORM_FORWARD
 from ktft.native.attention import DecodeAttention
 from ktft.serve.runtime.served_model import current
 from ktft.serve.vllm.attention import decode_attention, forget
@@ -30,6 +32,9 @@ from ktft.serve.vllm.moe import KtftMoEMethod
 from ktft.serve.vllm.norms import PROVIDER
 
 Forward = Callable[..., Any]
+
+BLOCKS = "Qwen2MoeAttention", "Qwen3MoeAttention", "MixtralAttention", "Glm4MoeAttention"
+"""vLLM's classes that do nothing but project, norm each head if they have norms, rotate, attend and project back."""
 
 
 def shorten(model: nn.Module) -> None:
@@ -43,6 +48,9 @@ def shorten(model: nn.Module) -> None:
             ATTENTION_FORWARD.put(module, forward)
         elif kind is MoERunner and (forward := _experts(module)):
             EXPERTS_FORWARD.put(module, forward)
+    for module in model.modules():
+        if type(module).__name__ in BLOCKS and (forward := _block(module)):
+            BLOCK_FORWARD.put(module, forward)
 
 
 def _norm(layer: RMSNorm) -> Forward | None:
@@ -106,6 +114,44 @@ def _attention(layer: Attention) -> Forward | None:
     return forward
 
 
+def _block(block: Any) -> Forward | None:
+    """Attention with its projections. The layers of the block are called without `nn.Module.__call__`, so without
+    hooks, which vLLM's own layers do not have.
+    """
+    qkv, out = _linear(block.qkv_proj), _linear(block.o_proj)
+    rotary, attend = block.rotary_emb, block.attn
+    normed = hasattr(block, "q_norm") and getattr(block, "use_qk_norm", True)
+    norms = (block.q_norm, block.k_norm) if normed else ()
+    if qkv is None or out is None or not isinstance(rotary, RotaryEmbedding) or type(attend) is not Attention:
+        return None
+    sizes, head_size = [block.q_size, block.kv_size, block.kv_size], block.head_dim
+
+    def forward(positions: Tensor, hidden_states: Tensor) -> Tensor:
+        q, k, v = qkv(hidden_states).split(sizes, -1)
+        if norms:
+            q_norm, k_norm = norms
+            q = q_norm.forward(q.view(-1, sizes[0] // head_size, head_size)).view(q.shape)
+            k = k_norm.forward(k.view(-1, sizes[1] // head_size, head_size)).view(k.shape)
+        q, k = rotary._forward_method(positions, q, k)
+        return out(attend.forward(q, k, v))
+
+    return forward
+
+
+def _linear(layer: LinearBase) -> Callable[[Tensor], Tensor] | None:
+    """The product of a linear layer of one process, with its own bias."""
+    whole = type(layer) in (QKVParallelLinear, RowParallelLinear, ReplicatedLinear) and layer.tp_size == 1
+    if not whole or layer.skip_bias_add:
+        return None
+
+    def product(x: Tensor) -> Tensor:
+        method: Any = layer.quant_method  # LoRA may have come before it
+        found: Tensor = method.apply(layer, x, layer.bias)
+        return found
+
+    return product
+
+
 def _experts(layer: MoERunner) -> Forward | None:
     """Router, routed experts and shared experts of one process."""
     routed = layer.routed_experts
@@ -114,6 +160,7 @@ def _experts(layer: MoERunner) -> Forward | None:
     if (
         type(method) is not KtftMoEMethod
         or type(layer.router) is not CPURouter
+        or layer.router.eplb_state is not None
         or layer.routed_input_transform is not None
         or layer.routed_output_transform is not None
         or layer._fse_fuse_gate
@@ -126,13 +173,13 @@ def _experts(layer: MoERunner) -> Forward | None:
     shared = layer._shared_experts and layer._shared_experts._layer
 
     def forward(hidden_states: Tensor, router_logits: Tensor, *rest: Any, **named: Any) -> Tensor:
-        if rest or named or hidden_states.dtype == torch.float16:
+        if rest or named or hidden_states.dtype == torch.float16 or router.capture_fn is not None:
             out: Tensor = own(hidden_states, router_logits, *rest, **named)
             return out
         beside = None if shared is None else shared(hidden_states)
         if gate is not None:
-            router_logits = gate(hidden_states)[0]
-        weights, numbers = router.select_experts(hidden_states, router_logits)
+            router_logits = gate.forward(hidden_states)[0]
+        weights, numbers = router._compute_routing(hidden_states, router_logits, None)
         out = method.apply(routed, hidden_states, weights, numbers)
         if scale != 1.0:
             out *= scale
