@@ -100,6 +100,27 @@ def test_large_scores_stay_finite() -> None:
     assert relative(found, contexts.expected(1.0)) < TOLERANCE
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_nan_stays(isa: str, layout: str) -> None:
+    """One NaN in a query, a key or a value: of the heads that read it, and of no others."""
+    size, block = 32, 16
+    for lengths, at in (((5,), 4), ((40,), 17), ((600,), 333)):
+        for place in ("query", "key", "value"):
+            contexts = Contexts(lengths, layout, 4, 2, size, block)
+            if place == "query":
+                contexts.query[0, 1, 3] = torch.nan
+            else:
+                number = int(contexts.table[0, at // block])
+                keys, values = torch.zeros(2, 2, block, size)
+                (keys if place == "key" else values)[1, at % block] = torch.nan
+                contexts.cache[number] += placed(layout, keys, values).bfloat16()
+            runtime = native.runtime(isa=isa, threads=2)
+            found = contexts.run(DecodeAttention(runtime, layout, 4, 2, size, block, 0.3)).isnan()[0]
+            heads = [head in ((1,) if place == "query" else (2, 3)) for head in range(4)]
+            assert found.any(1).tolist() == found.all(1).tolist() == heads, (place, lengths)
+
+
 def test_parts_of_larger_tensors() -> None:
     """A layer's blocks in a cache of several layers, and queries between keys and values."""
     contexts = Contexts((90, 20), "columns")

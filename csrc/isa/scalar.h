@@ -13,6 +13,7 @@ namespace ktft {
 //   load_fp8     E4M3 codes as 1/256 of their value, which is what their bits mean as the upper bits of half precision
 //   Table        16 fp32 values; lookup16<shift>(table, p) has table[p[i] >> shift & 15] in lane i
 //   div, sqrt    correctly rounded; reciprocal may be a few units off
+//   max, min     the second argument if one is NaN
 //   where_equal(a,b,v)  v where a == b, else 0
 //   dot(a,x,w)   a + the lanes' products of x and w, in fp32; sum() adds up an F
 //   even, odd    of 2 kWidth bf16; add_sums(p, a, b, c, d) adds the sums of four F to p[0..4)

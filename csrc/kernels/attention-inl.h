@@ -168,9 +168,9 @@ float softmax_weights(float* scores, int begin, int end, float& largest, float& 
   alignas(64) float lanes[V::kWidth];
   V::store(lanes, most);
   const float now = std::max(largest, *std::max_element(lanes, lanes + V::kWidth));
-  const auto weight = [&](typename V::F score) {  // -125 for what is further below the largest score
+  const auto weight = [&](typename V::F score) {  // -125 for what is further below the largest; of NaN it is NaN
     const typename V::F below = V::mul(V::add(score, V::set1(-now)), V::set1(kLog2E));
-    return power_of_two<V>(V::max(below, V::set1(-125.f)));
+    return power_of_two<V>(V::max(V::set1(-125.f), below));
   };
   typename V::F sum = V::zero();
   for (int i = 0; i < padded; i += V::kWidth) {
