@@ -29,8 +29,8 @@ void each_heads(int heads, const Fn& f) {
   }
 }
 
-// Two elements of a sum in every lane, and the factors of both. On ISAs with products of pairs they stay bf16.
-template <class V>
+// Two elements of a sum in every lane, and the factors of both: fp32, or bf16 for products of pairs.
+template <class V, bool kPairs = V::kPairs>
 struct Two {
   using Factor = float;
   typename V::F first, second;
@@ -41,8 +41,7 @@ struct Two {
   }
 };
 template <class V>
-  requires(V::kPairs)
-struct Two<V> {
+struct Two<V, true> {
   using Factor = bf16;
   typename V::In both;
   static Two zip(const bf16* first, const bf16* second) { return {V::zip(first, second)}; }
@@ -94,35 +93,33 @@ void key_scores(const AttentionArgs& a, const bf16* keys, const Factor<V>* q, in
   if (token < end) key_vectors<V, H, 1>(a, keys, q, token, scores + token - first);
 }
 
-// The weights of H heads for the tokens of a piece, which begins at token `first` of a block.
-template <class V>
+// The weights of some heads for the tokens of a piece, which begins at token `first` of a block.
 struct PieceWeights {
   int first;
-  const float* exact;  // [H][kScoreRow]
-  const Factor<V>* rounded;
+  const float* at;  // [heads][kScoreRow]
+
+  const float* of(int head, int token) const { return at + head * kScoreRow + token - first; }
 };
 
 // sums[h] = factors[h] sums[h] + the weighted values of the tokens from `begin` to `end` of a block, in N vectors of
-// columns from d.
+// columns from d. Weights stay fp32, as they do in vLLM's kernel for columns.
 template <class V, int H, int N>
-void value_vectors(const AttentionArgs& a, const bf16* values, const PieceWeights<V>& weights, int begin, int end,
+void value_vectors(const AttentionArgs& a, const bf16* values, const PieceWeights& weights, int begin, int end,
                    const float* factors, int d, float* sums) {
   const int size = a.head_size;
   typename V::F of[H][N];
   for (int h = 0; h < H; h++)
     for (int n = 0; n < N; n++) of[h][n] = V::mul(V::load(sums + h * size + d + n * V::kWidth), V::set1(factors[h]));
-  // The other token of a pair may hold anything, so one alone is not multiplied as a pair
+  // The other token of a pair may hold anything
   const auto add_one = [&](int token, const auto& value) {
     for (int h = 0; h < H; h++)
-      for (int n = 0; n < N; n++)
-        of[h][n] = V::fma(value(n), V::set1(weights.exact[h * kScoreRow + token - weights.first]), of[h][n]);
+      for (int n = 0; n < N; n++) of[h][n] = V::fma(value(n), V::set1(*weights.of(h, token)), of[h][n]);
   };
   const auto add_two = [&](int token, const auto& value) {
-    Two<V> two[N];
+    Two<V, false> two[N];
     for (int n = 0; n < N; n++) two[n] = value(n);
     for (int h = 0; h < H; h++)
-      for (int n = 0; n < N; n++)
-        of[h][n] = two[n].times(weights.rounded + h * kScoreRow + token - weights.first, of[h][n]);
+      for (int n = 0; n < N; n++) of[h][n] = two[n].times(weights.of(h, token), of[h][n]);
   };
   const auto add = [&](const auto& one, const auto& two) {
     int token = begin;
@@ -133,21 +130,21 @@ void value_vectors(const AttentionArgs& a, const bf16* values, const PieceWeight
   if (a.layout == KvLayout::kColumns) {
     const auto at = [&](int token, int n) { return values + int64_t(token) * size + d + n * V::kWidth; };
     add([&](int token, int n) { return V::load(at(token, n)); },
-        [&](int token, int n) { return Two<V>::zip(at(token, n), at(token + 1, n)); });
+        [&](int token, int n) { return Two<V, false>::zip(at(token, n), at(token + 1, n)); });
   } else {
     const auto at = [&](int token, int n) {
       const int column = d + n * V::kWidth;
       return values + int64_t(column / 16) * a.block_size * 16 + column % 16 * 2 + token / 2 * 32;
     };
     add([&](int token, int n) { return token % 2 ? V::odd(at(token, n)) : V::even(at(token, n)); },
-        [&](int token, int n) { return Two<V>::pairs(at(token, n)); });
+        [&](int token, int n) { return Two<V, false>::pairs(at(token, n)); });
   }
   for (int h = 0; h < H; h++)
     for (int n = 0; n < N; n++) V::store(sums + h * size + d + n * V::kWidth, of[h][n]);
 }
 
 template <class V, int H>
-void weighted_values(const AttentionArgs& a, const bf16* values, const PieceWeights<V>& weights, int begin, int end,
+void weighted_values(const AttentionArgs& a, const bf16* values, const PieceWeights& weights, int begin, int end,
                      const float* factors, float* sums) {
   int d = 0;
   for (; d + V::kWidth < a.head_size; d += 2 * V::kWidth)
@@ -191,14 +188,11 @@ void attention(const AttentionArgs& a) {
   float* const factors = scores + a.heads * kScoreRow;
   float* const spare = factors + ceil_div(a.heads, 16) * 16;
   const Factor<V>* q;
-  Factor<V>* rounded;
   if constexpr (V::kPairs) {
     q = a.query;
-    rounded = reinterpret_cast<bf16*>(spare);
   } else {
     for (int i = 0; i < a.heads * size; i += V::kWidth) V::store(spare + i, V::load(a.query + i));
     q = spare;
-    rounded = scores;
   }
   std::fill_n(a.values, a.heads * size, 0.f);
   std::fill_n(a.largest, a.heads, -INFINITY);
@@ -210,14 +204,10 @@ void attention(const AttentionArgs& a) {
     const bf16* const values = keys + int64_t(block_size) * size;
     each_heads<V>(a.heads,
                   [&]<int H>(int h) { key_scores<V, H>(a, keys, q + h * size, first, end, scores + h * kScoreRow); });
-    for (int h = 0; h < a.heads; h++) {
-      float* const row = scores + h * kScoreRow;
-      factors[h] = softmax_weights<V>(row, begin - first, end - first, a.largest[h], a.total[h]);
-      if constexpr (V::kPairs)
-        for (int i = 0; i < end - first; i += V::kWidth) V::store(rounded + h * kScoreRow + i, V::load(row + i));
-    }
+    for (int h = 0; h < a.heads; h++)
+      factors[h] = softmax_weights<V>(scores + h * kScoreRow, begin - first, end - first, a.largest[h], a.total[h]);
     each_heads<V>(a.heads, [&]<int H>(int h) {
-      const PieceWeights<V> weights{first, scores + h * kScoreRow, rounded + h * kScoreRow};
+      const PieceWeights weights{first, scores + h * kScoreRow};
       weighted_values<V, H>(a, values, weights, begin, end, factors + h, a.values + h * size);
     });
     token = block * block_size + end;

@@ -27,7 +27,7 @@ const RateKernels& rate_kernels(Isa isa) { return table_of(isa).rates; }
 Attention find_attention(Isa isa) { return table_of(isa).attention; }
 
 size_t attention_scratch(int heads, int head_size) {
-  return sizeof(float) * (size_t(heads) * (kScoreRow + std::max(kScoreRow, head_size)) + ceil_div(heads, 16) * 16);
+  return sizeof(float) * (size_t(heads) * (kScoreRow + head_size) + ceil_div(heads, 16) * 16);
 }
 
 }  // namespace ktft

@@ -20,6 +20,7 @@ PATCHES = {each.owner.rpartition(".")[2]: each for each in (NORM_FORWARD, ATTENT
 PATCHES |= dict.fromkeys(BLOCKS, BLOCK_FORWARD)
 NORMS = {"ir_op_priority": json.loads(norms.ARGUMENT[1])}
 TOLERANCE = 0.03  # of log-probabilities: outputs of attention are bf16
+ALL_LAYOUTS = attention.LAYOUTS | {"amx": "pairs"}
 LONGER = [5 + i % 50 for i in range(40)]
 
 
@@ -82,7 +83,7 @@ def test_ktft_computes_attention_of_single_tokens(
     checkpoint = write_checkpoint(family, tmp_path / "base", **overrides)
     asked = [([3 + (7 * i + n) % 90 for i in range(n)], 0) for n in (300, 20, 129)]
     found = {}
-    for layouts in (attention.LAYOUTS, {}):
+    for layouts in (ALL_LAYOUTS, {}):
         monkeypatch.setattr(attention, "LAYOUTS", layouts)
         with served(checkpoint, adapter_swap=False, options={"max_model_len": 512}) as server:
             found[bool(layouts)] = server.together(asked, tokens=6)
@@ -102,7 +103,7 @@ def test_vllm_computes_attention_that_differs(
     """As it would if vLLM laid out its cache in another way."""
     checkpoint = write_checkpoint("qwen3moe", tmp_path / "base", head_dim=32)
     other = {"columns": "pairs", "pairs": "columns"}
-    monkeypatch.setattr(attention, "LAYOUTS", {isa: other[layout] for isa, layout in attention.LAYOUTS.items()})
+    monkeypatch.setattr(attention, "LAYOUTS", {isa: other[layout] for isa, layout in ALL_LAYOUTS.items()})
     monkeypatch.setattr(attention.logger, "propagate", True)
     attention._agrees.cache_clear()
     with served(checkpoint, adapter_swap=False) as server:
@@ -111,7 +112,9 @@ def test_vllm_computes_attention_that_differs(
     assert "differs by" in caplog.text and "vLLM's is used" in caplog.text
     monkeypatch.undo()
     with served(checkpoint, adapter_swap=False) as server:
-        assert server.greedy(tokens=4)[0][0] == ids[0] and attention.decodes()
+        assert server.greedy(tokens=4)[0][0] == ids[0]
+        ours = {layer.isa in attention.LAYOUTS for layer in shortened(server.model)["Attention"]}
+        assert ours == {attention.decodes()}
 
 
 def test_a_layer_of_which_more_is_asked_keeps_its_forward(tmp_path: Path) -> None:
