@@ -24,8 +24,8 @@ logger = init_logger("vllm.ktft")
 LAYOUTS = {"vec": "columns", "vec16": "columns"}
 """vLLM's name for the instructions of its kernel, which decide on the layout -> the layout's name in ktft.
 
-With "amx", whose layout is `pairs`, vLLM's kernel rounds weights to bf16 and ktft's does not. Answers with drafts, which
-are checked in steps of several tokens by vLLM's kernel, would not always be those without.
+With "amx", whose layout is `pairs`, vLLM's kernel rounds weights to bf16 and ktft's does not. Answers with drafts,
+which vLLM's kernel checks in steps of several tokens, would not always be those without.
 """
 TOLERANCE = 2e-2
 """Of outputs in bf16, whose largest values are about 1."""
