@@ -33,8 +33,8 @@ BLOCK_FORWARD = Patch(
     "vllm.model_executor.models.qwen3_moe.Qwen3MoeAttention",
     "forward",
     "ktft.serve.vllm.short_paths:shorten",
-    "On a CPU an attention block, this or another of BLOCKS, calls its layers' forwards itself: looking for hooks takes "
-    "longer than their work.",
+    "On a CPU an attention block, this or another of BLOCKS, calls its layers' forwards itself: looking for hooks "
+    "takes longer than their work.",
     on_instances=True,
     since="0.32.0",
 )
