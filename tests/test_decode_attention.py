@@ -8,30 +8,26 @@ from contract import CASES, relative
 from torch import Tensor
 
 from ktft import native
-from ktft.native.attention import LAYOUTS, DecodeAttention
+from ktft.native.attention import DecodeAttention
 
 ISAS = sorted({isa for isa, _ in CASES})
 LENGTHS = (1, 15, 16, 17, 128, 129, 300, 1100)  # parts of a group, a piece and a block, and several parts of a context
 TOLERANCE = 4e-3  # outputs are bf16
 
 
-def placed(layout: str, keys: Tensor, values: Tensor) -> Tensor:
-    """A block's keys and values `[kv_heads, block_size, head_size]` as the layout has them."""
+def placed(keys: Tensor, values: Tensor) -> Tensor:
+    """A block's keys and values `[kv_heads, block_size, head_size]` as the cache has them."""
     heads, block, size = keys.shape
-    if layout == "columns":
-        keys = keys.transpose(1, 2)
-    else:
-        keys = keys.view(heads, block // 16, 16, size // 2, 2).transpose(2, 3)
-        values = values.view(heads, block // 2, 2, size // 16, 16).permute(0, 3, 1, 4, 2)
-    both = keys.reshape(heads, -1), values.reshape(heads, -1)
-    return torch.cat(both, 1).view(heads, block, 2 * size)
+    return torch.cat((keys.transpose(1, 2).reshape(heads, -1), values.reshape(heads, -1)), 1).view(
+        heads, block, 2 * size
+    )
 
 
 class Contexts:
     """Requests with contexts of some lengths in a cache, whose other places hold NaN."""
 
     def __init__(
-        self, lengths: tuple[int, ...], layout: str, heads: int = 4, kv_heads: int = 2, size: int = 32, block: int = 32
+        self, lengths: tuple[int, ...], heads: int = 4, kv_heads: int = 2, size: int = 32, block: int = 32
     ) -> None:
         generator = torch.Generator().manual_seed(7)
         counts = [-(-length // block) for length in lengths]
@@ -47,7 +43,7 @@ class Contexts:
             whole[:, :, :length] = torch.randn(2, kv_heads, length, size, generator=generator)
             keys, values = whole.bfloat16()
             for number, part, of in zip(blocks, keys.split(block, 1), values.split(block, 1), strict=True):
-                self.cache[number] = placed(layout, part, of)
+                self.cache[number] = placed(part, of)
             self.keys.append(keys[:, :length].float())
             self.values.append(values[:, :length].float())
 
@@ -67,68 +63,65 @@ class Contexts:
         return attention(self.query, self.cache, self.table, self.lengths, out)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("isa", ISAS)
-def test_attention(isa: str, layout: str) -> None:
+def test_attention(isa: str) -> None:
     for threads, heads, kv_heads, size, block in (
         (1, 4, 2, 32, 32),
         (3, 16, 1, 80, 16),
         (2, 7, 7, 128, 128),
         (2, 13, 1, 64, 256),
     ):
-        contexts = Contexts(LENGTHS, layout, heads, kv_heads, size, block)
+        contexts = Contexts(LENGTHS, heads, kv_heads, size, block)
         runtime = native.runtime(isa=isa, threads=threads)
-        found = contexts.run(DecodeAttention(runtime, layout, heads, kv_heads, size, block, size**-0.5))
+        found = contexts.run(DecodeAttention(runtime, heads, kv_heads, size, block, size**-0.5))
         assert relative(found, contexts.expected(size**-0.5)) < TOLERANCE
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_long_context_in_parts_with_a_window_and_sinks(layout: str) -> None:
+def test_one_long_context_in_parts_with_a_window_and_sinks() -> None:
     runtime, sinks = native.runtime(threads=3), torch.tensor([0.5, -40.0, 9.0, 2.0])
     for lengths in ((3000,), (700, 3, 1500)):
-        contexts = Contexts(lengths, layout)
+        contexts = Contexts(lengths)
         for window in (0, 1, 50, 1300):
             for sink in (None, sinks):
-                found = contexts.run(DecodeAttention(runtime, layout, 4, 2, 32, 32, 0.3, window, sink))
+                found = contexts.run(DecodeAttention(runtime, 4, 2, 32, 32, 0.3, window, sink))
                 assert relative(found, contexts.expected(0.3, window, sink)) < TOLERANCE, (lengths, window)
 
 
 def test_large_scores_stay_finite() -> None:
-    contexts = Contexts((40, 600), "columns")
+    contexts = Contexts((40, 600))
     contexts.query *= 300
-    found = contexts.run(DecodeAttention(native.runtime(threads=2), "columns", 4, 2, 32, 32, 1.0))
+    found = contexts.run(DecodeAttention(native.runtime(threads=2), 4, 2, 32, 32, 1.0))
     assert relative(found, contexts.expected(1.0)) < TOLERANCE
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("isa", ISAS)
-def test_nan_stays(isa: str, layout: str) -> None:
+def test_nan_stays(isa: str) -> None:
     """One NaN in a query, a key or a value: of the heads that read it, and of no others."""
     size, block = 32, 16
     for lengths, at in (((5,), 4), ((40,), 17), ((600,), 333)):
         for place in ("query", "key", "value"):
-            contexts = Contexts(lengths, layout, 4, 2, size, block)
+            contexts = Contexts(lengths, 4, 2, size, block)
             if place == "query":
                 contexts.query[0, 1, 3] = torch.nan
             else:
                 number = int(contexts.table[0, at // block])
                 keys, values = torch.zeros(2, 2, block, size)
                 (keys if place == "key" else values)[1, at % block] = torch.nan
-                contexts.cache[number] += placed(layout, keys, values).bfloat16()
+                contexts.cache[number] += placed(keys, values).bfloat16()
             runtime = native.runtime(isa=isa, threads=2)
-            found = contexts.run(DecodeAttention(runtime, layout, 4, 2, size, block, 0.3)).isnan()[0]
+            found = contexts.run(DecodeAttention(runtime, 4, 2, size, block, 0.3)).isnan()[0]
             heads = [head in ((1,) if place == "query" else (2, 3)) for head in range(4)]
             assert found.any(1).tolist() == found.all(1).tolist() == heads, (place, lengths)
 
 
 def test_parts_of_larger_tensors() -> None:
     """A layer's blocks in a cache of several layers, and queries between keys and values."""
-    contexts = Contexts((90, 20), "columns")
+    contexts = Contexts((90, 20))
     contexts.query = torch.cat([contexts.query, torch.ones_like(contexts.query)], 1)[:, :4]
     shared = torch.full((contexts.cache.shape[0], 3, *contexts.cache.shape[1:]), torch.nan, dtype=torch.bfloat16)
     shared[:, 1] = contexts.cache
     contexts.cache = shared[:, 1]
-    found = contexts.run(DecodeAttention(native.runtime(threads=2), "columns", 4, 2, 32, 32, 0.2))
+    found = contexts.run(DecodeAttention(native.runtime(threads=2), 4, 2, 32, 32, 0.2))
     assert relative(found, contexts.expected(0.2)) < TOLERANCE
 
 
@@ -144,23 +137,22 @@ def test_parts_of_larger_tensors() -> None:
     ],
 )
 def test_refusals(change: dict[str, Tensor], message: str) -> None:
-    contexts = Contexts((40, 20), "columns")
+    contexts = Contexts((40, 20))
     contexts.cache, contexts.table = contexts.cache[:5], torch.zeros(2, 3, dtype=torch.int32)
     for name, tensor in change.items():
         setattr(contexts, name, tensor)
     with pytest.raises(ValueError, match=message):
-        contexts.run(DecodeAttention(native.runtime(threads=1), "columns", 4, 2, 32, 32, 0.2))
+        contexts.run(DecodeAttention(native.runtime(threads=1), 4, 2, 32, 32, 0.2))
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (("rows", 4, 2, 32, 32), "'rows'"),
-        (("columns", 4, 3, 32, 32), "multiple of kv_heads"),
-        (("columns", 4, 2, 40, 32), "head_size of 40"),
-        (("pairs", 4, 2, 32, 24), "block_size of 24"),
+        ((4, 3, 32, 32), "multiple of kv_heads"),
+        ((4, 2, 40, 32), "head_size of 40"),
+        ((4, 2, 32, 24), "block_size of 24"),
     ],
 )
-def test_sizes_that_do_not_fit(sizes: tuple[str, int, int, int, int], message: str) -> None:
+def test_sizes_that_do_not_fit(sizes: tuple[int, int, int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DecodeAttention(native.runtime(threads=1), *sizes, 0.2)

@@ -80,8 +80,7 @@ void DecodeAttention::run(Runtime& runtime, const KvCache& cache, const DecodeTo
     float *const values = results + index * apart, *const largest = values + group * head_size;
     Scratch& scratch = runtime.scratch[thread];
     scratch.reset();
-    attention({.layout = layout,
-               .heads = group,
+    attention({.heads = group,
                .head_size = head_size,
                .block_size = block_size,
                .query = in.query + r * in.query_stride + task % kv_heads * group * head_size,

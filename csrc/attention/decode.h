@@ -23,7 +23,6 @@ struct DecodeTokens {
 };
 
 struct DecodeAttention {
-  KvLayout layout;
   int heads, kv_heads, head_size, block_size;
   float scale;
   int window;          // the tokens of the context that count, its last ones; 0 stands for all

@@ -280,12 +280,10 @@ void bind_dense(py::module_& m) {
 
 void bind_attention(py::module_& m) {
   py::class_<DecodeAttention>(m, "DecodeAttention")
-      .def(py::init([](bool pairs, int heads, int kv_heads, int head_size, int block_size, float scale, int window,
-                       Address sinks) {
-             const KvLayout layout = pairs ? KvLayout::kPairs : KvLayout::kColumns;
-             return DecodeAttention{layout, heads, kv_heads, head_size, block_size, scale, window, at<float>(sinks)};
+      .def(py::init([](int heads, int kv_heads, int head_size, int block_size, float scale, int window, Address sinks) {
+             return DecodeAttention{heads, kv_heads, head_size, block_size, scale, window, at<float>(sinks)};
            }),
-           "pairs"_a, "heads"_a, "kv_heads"_a, "head_size"_a, "block_size"_a, "scale"_a, "window"_a, "sinks"_a)
+           "heads"_a, "kv_heads"_a, "head_size"_a, "block_size"_a, "scale"_a, "window"_a, "sinks"_a)
       .def(
           "run",
           [](const DecodeAttention& self, Runtime& runtime, Address cache, int64_t block_stride, int64_t head_stride,

@@ -218,15 +218,10 @@ struct VectorKernels {
   AdamKernel<bf16> adam_bf16;
 };
 
-// Where keys and values of one head lie in a block of the KV cache: first the keys of all its tokens, then the values.
-//   kColumns  keys by column, [head_size, block_size]; values by token, [block_size, head_size]
-//   kPairs    operands of products of pairs: keys [block_size / 16, head_size / 2, 16, 2], the last dimension being
-//             neighbouring columns; values [head_size / 16, block_size / 2, 16, 2], the last being neighbouring tokens
-enum class KvLayout { kColumns, kPairs };
-
-// Attention of one token's query heads that share keys and values, over the tokens [begin, end) of its context.
+// Attention of one token's query heads that share keys and values, over the tokens [begin, end) of its context. A block
+// of the KV cache has, for each head, the keys of its tokens by column, [head_size, block_size], then their values by
+// token, [block_size, head_size].
 struct AttentionArgs {
-  KvLayout layout;
   int heads, head_size, block_size;  // sizes are multiples of 16
   const bf16* query;                 // [heads, head_size]
   float scale;

@@ -8,13 +8,6 @@ from torch import Tensor
 from ktft.native.extension import core
 from ktft.native.machine import Runtime
 
-LAYOUTS = "columns", "pairs"
-"""Where keys and values of one head lie in a block: first the keys of all its tokens, then the values.
-
-- `columns`: keys `[head_size, block_size]`, values `[block_size, head_size]`.
-- `pairs`: keys `[block_size / 16, head_size / 2, 16, 2]`, where the last dimension is neighbouring columns; values
-  `[head_size / 16, block_size / 2, 16, 2]`, where it is neighbouring tokens.
-"""
 STEP = 16
 """What head_size and block_size are multiples of."""
 
@@ -23,7 +16,6 @@ class DecodeAttention:
     """`softmax(scale · q Kᵀ) V` for one token of each request. Sums are fp32.
 
     Args:
-        layout: one of `LAYOUTS`.
         heads, kv_heads: of queries, and of keys and values; the first is a multiple of the second.
         head_size, block_size: multiples of `STEP`.
         window: how many tokens of a context count, its last ones; 0 stands for all.
@@ -36,7 +28,6 @@ class DecodeAttention:
     def __init__(
         self,
         runtime: Runtime,
-        layout: str,
         heads: int,
         kv_heads: int,
         head_size: int,
@@ -46,10 +37,10 @@ class DecodeAttention:
         sinks: Tensor | None = None,
     ) -> None:
         sizes = {"head_size": head_size, "block_size": block_size}
-        if layout not in LAYOUTS or min(heads, kv_heads, *sizes.values()) < 1 or heads % kv_heads or window < 0:
+        if min(heads, kv_heads, *sizes.values()) < 1 or heads % kv_heads or window < 0:
             raise ValueError(
-                f"attention over a KV cache in {layout!r} with {heads} heads, {kv_heads} of keys and values, "
-                f"{sizes} and a window of {window}; known layouts are {LAYOUTS}, and heads is a multiple of kv_heads"
+                f"attention with {heads} heads, {kv_heads} of keys and values, {sizes} and a window of {window}; sizes "
+                "are at least 1, and heads is a multiple of kv_heads"
             )
         for name, size in sizes.items():
             if size % STEP:
@@ -60,7 +51,7 @@ class DecodeAttention:
         self._block = kv_heads, block_size, 2 * head_size
         self._sinks = None if sinks is None else sinks.detach().to("cpu", torch.float32).contiguous()
         at = 0 if self._sinks is None else self._sinks.data_ptr()
-        self._core = core.DecodeAttention(layout == "pairs", heads, kv_heads, head_size, block_size, scale, window, at)
+        self._core = core.DecodeAttention(heads, kv_heads, head_size, block_size, scale, window, at)
 
     def __call__(self, query: Tensor, cache: Tensor, block_table: Tensor, lengths: Tensor, out: Tensor) -> Tensor:
         """Compute a step.
@@ -68,7 +59,7 @@ class DecodeAttention:
         Args:
             query: bf16 `[requests, heads, head_size]`, of which each request's part is contiguous.
             cache: bf16 `[blocks, kv_heads, block_size, 2 · head_size]`, where each head's part of a block is
-                contiguous and holds keys and values as the layout says.
+                contiguous: keys `[head_size, block_size]`, then values `[block_size, head_size]`.
             block_table: int32 `[requests, most blocks]`: the blocks of each context, in order.
             lengths: int32 `[requests]`: the tokens of each context, of which the request's own is the last.
             out: bf16 `[requests, heads, head_size]`, which is written.

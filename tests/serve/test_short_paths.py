@@ -20,7 +20,6 @@ PATCHES = {each.owner.rpartition(".")[2]: each for each in (NORM_FORWARD, ATTENT
 PATCHES |= dict.fromkeys(BLOCKS, BLOCK_FORWARD)
 NORMS = {"ir_op_priority": json.loads(norms.ARGUMENT[1])}
 TOLERANCE = 0.03  # of log-probabilities: outputs of attention are bf16
-ALL_LAYOUTS = attention.LAYOUTS | {"amx": "pairs"}
 LONGER = [5 + i % 50 for i in range(40)]
 
 
@@ -58,9 +57,9 @@ def test_answers_are_those_of_vllms_own_forwards(
         norm = {"RMSNorm"} if native.cpu_features()["avx512"] else set()
         assert found.keys() == {block, "Attention", "MoERunner"} | norm
         scaled = {runner.routed_scaling_factor for runner in found["MoERunner"]}
-        assert scaled == {overrides.get("routed_scaling_factor", 1.0)} or "routed_scaling_factor" not in overrides
+        assert scaled == {overrides.get("routed_scaling_factor", 1.0)}
         with monkeypatch.context() as without:
-            without.setattr(attention, "LAYOUTS", {})  # vLLM computes attention
+            without.setattr(attention, "KERNELS", ())  # vLLM computes attention
             short = answers(server)
         for kind, modules in found.items():
             for module in modules:
@@ -83,11 +82,11 @@ def test_ktft_computes_attention_of_single_tokens(
     checkpoint = write_checkpoint(family, tmp_path / "base", **overrides)
     asked = [([3 + (7 * i + n) % 90 for i in range(n)], 0) for n in (300, 20, 129)]
     found = {}
-    for layouts in (ALL_LAYOUTS, {}):
-        monkeypatch.setattr(attention, "LAYOUTS", layouts)
+    for kernels in (attention.KERNELS, ()):
+        monkeypatch.setattr(attention, "KERNELS", kernels)
         with served(checkpoint, adapter_swap=False, options={"max_model_len": 512}) as server:
-            found[bool(layouts)] = server.together(asked, tokens=6)
-            assert attention.decodes() == bool(layouts)
+            found[bool(kernels)] = server.together(asked, tokens=6)
+            assert attention.decodes() == any(layer.isa in kernels for layer in shortened(server.model)["Attention"])
     near = []
     for (ids, said), (own_ids, own_said) in zip(found[True], found[False], strict=True):
         assert ids[0] == own_ids[0], "the first token is a prompt's"
@@ -102,8 +101,15 @@ def test_vllm_computes_attention_that_differs(
 ) -> None:
     """As it would if vLLM laid out its cache in another way."""
     checkpoint = write_checkpoint("qwen3moe", tmp_path / "base", head_dim=32)
-    other = {"columns": "pairs", "pairs": "columns"}
-    monkeypatch.setattr(attention, "LAYOUTS", {isa: other[layout] for isa, layout in ALL_LAYOUTS.items()})
+    by_vllm = attention._MadeUp.by_vllm
+
+    def then_moved(made_up: Any, *args: Any) -> torch.Tensor:
+        found = by_vllm(made_up, *args)
+        made_up.cache.copy_(made_up.cache.flip(2))
+        return found
+
+    monkeypatch.setattr(attention._MadeUp, "by_vllm", then_moved)
+    monkeypatch.setattr(attention, "KERNELS", (*attention.KERNELS, "amx"))
     monkeypatch.setattr(attention.logger, "propagate", True)
     attention._agrees.cache_clear()
     with served(checkpoint, adapter_swap=False) as server:
@@ -111,9 +117,10 @@ def test_vllm_computes_attention_that_differs(
         assert not attention.decodes()
     assert "differs by" in caplog.text and "vLLM's is used" in caplog.text
     monkeypatch.undo()
+    attention._agrees.cache_clear()
     with served(checkpoint, adapter_swap=False) as server:
         assert server.greedy(tokens=4)[0][0] == ids[0]
-        ours = {layer.isa in attention.LAYOUTS for layer in shortened(server.model)["Attention"]}
+        ours = {layer.isa in attention.KERNELS for layer in shortened(server.model)["Attention"]}
         assert ours == {attention.decodes()}
 
 

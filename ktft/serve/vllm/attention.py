@@ -21,11 +21,11 @@ from ktft.native.machine import Runtime
 
 logger = init_logger("vllm.ktft")
 
-LAYOUTS = {"vec": "columns", "vec16": "columns"}
-"""vLLM's name for the instructions of its kernel, which decide on the layout -> the layout's name in ktft.
+KERNELS = "vec", "vec16"
+"""vLLM's names for its kernels whose layout of the cache ktft reads.
 
-With "amx", whose layout is `pairs`, vLLM's kernel rounds weights to bf16 and ktft's does not. Answers with drafts,
-which vLLM's kernel checks in steps of several tokens, would not always be those without.
+With "amx" the layout is another, and vLLM's kernel rounds weights to bf16. Answers with drafts, which vLLM's kernel
+checks in steps of several tokens, would not always be those without.
 """
 TOLERANCE = 2e-2
 """Of outputs in bf16, whose largest values are about 1."""
@@ -54,29 +54,28 @@ def decode_attention(layer: Any, runtime: Runtime) -> DecodeAttention | None:
 
 def _decode_attention(layer: Any, runtime: Runtime) -> DecodeAttention | None:
     impl, cache = layer.impl, layer.kv_cache
-    layout, sinks = LAYOUTS.get(getattr(layer, "isa", "")), impl.sinks
+    sinks = impl.sinks
     plain = (
-        impl.attn_type == AttentionType.DECODER
+        getattr(layer, "isa", None) in KERNELS
+        and impl.attn_type == AttentionType.DECODER
         and impl.alibi_slopes is None
         and not impl.logits_soft_cap
         and impl.kv_cache_dtype in ("auto", "bfloat16")
         and layer.head_size_v == layer.head_size
     )
-    if layout is None or not plain or cache.dtype != torch.bfloat16 or cache.dim() != 4:
+    if not plain or cache.dtype != torch.bfloat16 or cache.dim() != 4:
         return None
     block_size, window = cache.shape[2], max(impl.sliding_window, 0)
     sizes = layer.num_heads, layer.num_kv_heads, layer.head_size, block_size
     if layer.head_size % STEP or block_size % STEP or cache.shape[3] != 2 * layer.head_size:
         return None
-    if not _agrees(runtime, layer.isa, layout, sizes, window, sinks is not None):
+    if not _agrees(runtime, layer.isa, sizes, window, sinks is not None):
         return None
-    return DecodeAttention(runtime, layout, *sizes, impl.scale, window, sinks)
+    return DecodeAttention(runtime, *sizes, impl.scale, window, sinks)
 
 
 @functools.cache
-def _agrees(
-    runtime: Runtime, isa: str, layout: str, sizes: tuple[int, int, int, int], window: int, with_sinks: bool
-) -> bool:
+def _agrees(runtime: Runtime, isa: str, sizes: tuple[int, int, int, int], window: int, with_sinks: bool) -> bool:
     """Whether ktft's attention finds what vLLM's finds, for made-up contexts in a cache that vLLM has written.
 
     The sizes are the heads, those of keys and values, head_size and block_size.
@@ -84,7 +83,7 @@ def _agrees(
     made_up, scale = _MadeUp(isa, *sizes), sizes[2] ** -0.5
     sinks = made_up.drawn(sizes[0]) if with_sinks else None
     theirs = made_up.by_vllm(scale, window or -1, sinks)
-    ours = DecodeAttention(runtime, layout, *sizes, scale, window, sinks)(
+    ours = DecodeAttention(runtime, *sizes, scale, window, sinks)(
         made_up.query, made_up.cache, made_up.table, made_up.lengths, torch.empty_like(made_up.query)
     )
     apart = (ours.float() - theirs.float()).abs().max().item()

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
@@ -38,7 +38,10 @@ BLOCKS = "Qwen2MoeAttention", "Qwen3MoeAttention", "MixtralAttention", "Glm4MoeA
 
 
 def shorten(model: nn.Module) -> None:
-    """Give the layers of a loaded model shorter forwards, with the same results. For steps that are not compiled."""
+    """Give the layers of a loaded model shorter forwards. Where ktft computes attention, its rounding is its own.
+
+    For steps that are not compiled.
+    """
     forget()
     for module in model.modules():
         kind = type(module)
@@ -48,8 +51,7 @@ def shorten(model: nn.Module) -> None:
             ATTENTION_FORWARD.put(module, forward)
         elif kind is MoERunner and (forward := _experts(module)):
             EXPERTS_FORWARD.put(module, forward)
-    for module in model.modules():
-        if type(module).__name__ in BLOCKS and (forward := _block(module)):
+        elif kind.__name__ in BLOCKS and (forward := _block(module)):
             BLOCK_FORWARD.put(module, forward)
 
 
@@ -140,7 +142,7 @@ def _block(block: Any) -> Forward | None:
 
 def _linear(layer: LinearBase) -> Callable[[Tensor], Tensor] | None:
     """The product of a linear layer of one process, with its own bias."""
-    whole = type(layer) in (QKVParallelLinear, RowParallelLinear, ReplicatedLinear) and layer.tp_size == 1
+    whole = type(layer) in (QKVParallelLinear, RowParallelLinear) and layer.tp_size == 1
     if not whole or layer.skip_bias_add:
         return None
 
