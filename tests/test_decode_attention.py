@@ -1,4 +1,4 @@
-"""Attention of a decode step, compared with torch's in fp32 over the same keys and values."""
+"""Attention of a decode step and its block, compared with torch's in fp32 over the same keys and values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contract import CASES, relative
 from torch import Tensor
 
 from ktft import native
-from ktft.native.attention import DecodeAttention
+from ktft.native.attention import AttentionBlock, DecodeAttention, DecodeStep, Heads, KvCache
+from ktft.native.dense import HostDense, pack_dense
 
 ISAS = sorted({isa for isa, _ in CASES})
 LENGTHS = (1, 15, 16, 17, 128, 129, 300, 1100)  # parts of a group, a piece and a block, and several parts of a context
@@ -60,7 +61,7 @@ class Contexts:
 
     def run(self, attention: DecodeAttention) -> Tensor:
         out = torch.full(self.query.shape, torch.nan, dtype=torch.bfloat16)
-        return attention(self.query, self.cache, self.table, self.lengths, out)
+        return attention(self.query, KvCache(self.cache), DecodeStep(self.table, self.lengths), out)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -129,7 +130,10 @@ def test_parts_of_larger_tensors() -> None:
     ("change", "message"),
     [
         ({"query": torch.zeros(2, 4, 32)}, r"query torch.float32 \[2, 4, 32\]"),
-        ({"cache": torch.zeros(4, 2, 32, 32, dtype=torch.bfloat16)}, r"cache torch.bfloat16 \[4, 2, 32, 32\]"),
+        ({"query": torch.zeros(3, 4, 32, dtype=torch.bfloat16)}, r"query torch.bfloat16 \[3, 4, 32\]"),
+        ({"cache": torch.zeros(4, 2, 32, 32, dtype=torch.bfloat16)}, r"and \[2, 32, 32\]"),
+        ({"cache": torch.zeros(4, 2, 32, 64)}, r"got torch.float32 \[4, 2, 32, 64\]"),
+        ({"cache": torch.zeros(4, 2, 64, 32, dtype=torch.bfloat16).mT}, r"got torch.bfloat16 \[4, 2, 32, 64\]"),
         ({"lengths": torch.tensor([3])}, "lengths torch.int64"),
         ({"lengths": torch.tensor([3, 0], dtype=torch.int32)}, "request 1 has a context of 0 tokens"),
         ({"lengths": torch.tensor([97, 3], dtype=torch.int32)}, "for 1 to 96"),
@@ -156,3 +160,110 @@ def test_refusals(change: dict[str, Tensor], message: str) -> None:
 def test_sizes_that_do_not_fit(sizes: tuple[int, int, int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DecodeAttention(native.runtime(threads=1), *sizes, 0.2)
+
+
+class Block:
+    """A block with random weights, and the same in torch."""
+
+    def __init__(self, norms: bool, rotary: int, heads: int = 4, kv_heads: int = 2, size: int = 48) -> None:
+        generator = torch.Generator().manual_seed(11)
+        self.heads, self.kv_heads, self.size, self.rotary, self.hidden = heads, kv_heads, size, rotary, 96
+
+        def drawn(*shape: int) -> Tensor:
+            return (torch.randn(shape, generator=generator) / 8).bfloat16()
+
+        self.qkv, self.out = drawn((heads + 2 * kv_heads) * size, self.hidden), drawn(self.hidden, heads * size)
+        self.bias = drawn(len(self.qkv)).float()
+        self.norms = (1 + drawn(size), 1 + drawn(size)) if norms else None
+        angles = torch.arange(64)[:, None] * 0.7 ** torch.arange(rotary // 2)
+        self.turns = torch.cat((angles.cos(), angles.sin()), 1).bfloat16() if rotary else None
+
+    def native(self, isa: str, threads: int = 2, block: int = 16) -> tuple[Heads, AttentionBlock]:
+        runtime = native.runtime(isa=isa, threads=threads)
+        sizes = self.heads, self.kv_heads, self.size, block
+        heads = Heads(runtime, *sizes, self.norms, 1e-5, self.turns)
+        qkv, out = (
+            HostDense(runtime, "bf16", pack_dense(runtime, "bf16", weight), tuple(weight.shape), bias)
+            for weight, bias in ((self.qkv, self.bias), (self.out, None))
+        )
+        return heads, AttentionBlock(qkv, heads, DecodeAttention(runtime, *sizes, 0.2), out)
+
+    def prepared(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values `[tokens, heads, size]` from the product's rows, each operation rounded to bf16."""
+        parts = rows.view(len(rows), -1, self.size).split([self.heads, self.kv_heads, self.kv_heads], 1)
+        done = []
+        for part, norm in zip(parts, (*(self.norms or (None, None)), None), strict=True):
+            x = part.float()
+            if norm is not None:
+                x = (x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.float()).bfloat16().float()
+            if self.turns is not None and len(done) < 2:
+                cos, sin = self.turns[positions].float()[:, None].chunk(2, -1)
+                first, second, rest = x.split([self.rotary // 2, self.rotary // 2, self.size - self.rotary], -1)
+                x = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+            done.append(x.bfloat16())
+        return done[0], done[1], done[2]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("norms", "rotary"), [(True, 48), (True, 32), (False, 16), (False, 0)])
+def test_block(isa: str, norms: bool, rotary: int) -> None:
+    """Prompts whose tokens are written at once, then a token of each request through the whole block."""
+    block, lengths = Block(norms, rotary), (1, 16, 40)
+    heads, whole = block.native(isa)
+    generator = torch.Generator().manual_seed(5)
+    table = torch.randperm(12, generator=generator).view(3, 4).to(torch.int32)
+    cache = torch.full((12, block.kv_heads, 16, 2 * block.size), torch.nan, dtype=torch.bfloat16)
+    x, expected = [], []
+    for row, length in zip(table, lengths, strict=True):
+        states = torch.randn(length, block.hidden, generator=generator).bfloat16()
+        at, rows = torch.arange(length), (states.float() @ block.qkv.float().T + block.bias).bfloat16()
+        q, k, v = block.prepared(rows, at)
+        slots = row[at // 16].long() * 16 + at % 16
+        if length > 1:
+            written = rows[:-1].clone()
+            slots[0], first = -1, slots[0].item()  # a token that is not kept, then the same again
+            heads.write(written, at[:-1], slots[:-1], KvCache(cache))
+            kept = cache[first // 16].view(block.kv_heads, 32, block.size)[:, 16:]
+            assert kept[:, first % 16].isnan().all() and not kept[:, first % 16 + 1].isnan().any()
+            slots[0] = first
+            heads.write(rows[:-1].clone(), at[:-1], slots[:-1], KvCache(cache))
+            assert relative(written.view(length - 1, -1, block.size)[:, : block.heads], q[:-1]) < TOLERANCE
+        share = block.heads // block.kv_heads
+        keys, values = (each.float().repeat_interleave(share, 1) for each in (k, v))
+        weights = (0.2 * torch.einsum("hd,thd->ht", q[-1].float(), keys)).softmax(-1)
+        found = torch.einsum("ht,thd->hd", weights, values).flatten().bfloat16().float()
+        x.append(states[-1])
+        expected.append(found @ block.out.float().T)
+    last = torch.tensor(lengths) - 1
+    slots = table[torch.arange(3), last // 16].long() * 16 + last % 16
+    step = DecodeStep(table, torch.tensor(lengths, dtype=torch.int32), last, slots)
+    assert relative(whole(torch.stack(x), KvCache(cache), step), torch.stack(expected)) < 2 * TOLERANCE
+
+
+def test_block_refusals() -> None:
+    block = Block(True, 32)
+    heads, whole = block.native(ISAS[0])
+    cache = KvCache(torch.zeros(2, 2, 16, 96, dtype=torch.bfloat16))
+    rows, one = torch.zeros(1, 384, dtype=torch.bfloat16), torch.ones(1, dtype=torch.int64)
+    for position, slot, message in (
+        (64, 0, "token 0 has position 64 of a rotary embedding for 64"),
+        (-1, 0, "token 0 has position -1"),
+        (0, 32, "token 0 has slot 32 of a KV cache of 2 blocks of 16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            heads.write(rows, one * position, one * slot, cache)
+    with pytest.raises(ValueError, match=r"slots torch.int32 \[1\]"):
+        heads.write(rows, one, one.int(), cache)
+    with pytest.raises(ValueError, match=r"got torch.bfloat16 \[1, 383\]"):
+        heads.write(rows[:, 1:], one, one, cache)
+    table, x = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 96, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="a step with positions and slots"):
+        whole(x, cache, DecodeStep(table, one.int()))
+    with pytest.raises(ValueError, match=r"got torch.bfloat16 \[1, 95\]"):
+        whole(x[:, 1:], cache, DecodeStep(table, one.int(), one, one))
+    with pytest.raises(ValueError, match="which do not fit"):
+        AttentionBlock(whole._parts[0], heads, whole._parts[2], whole._parts[0])
+    with pytest.raises(ValueError, match="a multiple of 16 up to 48"):
+        Heads(native.runtime(), 4, 2, 48, 16, rotations=torch.zeros(4, 24, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"a norm of heads is bf16 \[48\]"):
+        Heads(native.runtime(), 4, 2, 48, 16, (torch.ones(48), torch.ones(48)))

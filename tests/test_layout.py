@@ -84,10 +84,11 @@ CPP_RANKS = {
     "numa": 3,
     "kernels": 3,
     "runtime": 4,
-    "attention": 5,
+    "dense": 5,
     "moe": 5,
     "optim": 5,
     "bench": 5,
+    "attention": 6,
     "hybrid": 6,
     "bind": 7,
 }

@@ -1,16 +1,9 @@
 // Attention of a decode step: one token a request, over the keys and values of its context in a paged KV cache.
 #pragma once
 
-#include "runtime/runtime.h"
+#include "attention/heads.h"
 
 namespace ktft {
-
-// A layer's keys and values, in blocks. Strides count elements.
-struct KvCache {
-  const bf16* keys;  // of the first head in the first block
-  int64_t block_stride, head_stride;
-  int blocks;
-};
 
 // The requests of a step, each with one token.
 struct DecodeTokens {

@@ -1,32 +1,19 @@
-// The bindings name and convert arguments, nothing else. Arrays arrive as addresses that ktft/native/ has checked.
-// They are one file because pybind11's templates, which take most of its time to compile, would be the same in each.
-#include <pybind11/pybind11.h>
+// Most bindings are in this file because pybind11's templates, which take most of its time to compile, would be the
+// same in each.
 #include <pybind11/stl.h>
 
-#include "attention/decode.h"
 #include "base/cpu.h"
 #include "bench/ceilings.h"
+#include "bind/bind.h"
 #include "cuda/driver.h"
 #include "hybrid/host_experts.h"
-#include "moe/dense.h"
 #include "moe/layer.h"
 #include "numa/topology.h"
 #include "optim/step.h"
 #include "quant/codes.h"
 
-namespace py = pybind11;
-using namespace pybind11::literals;
-
 namespace ktft {
 namespace {
-
-using Address = uintptr_t;
-using NoGil = py::call_guard<py::gil_scoped_release>;
-
-template <class T = void>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
 
 py::dict topology_dict() {
   const Topology t = read_topology();
@@ -191,19 +178,6 @@ bool load(MoeLayer& layer, int expert, Projection p, Address data, Encoding enco
                      .zeros = at<uint8_t>(zeros)});
 }
 
-bool pack_dense_matrix(Runtime& runtime, const std::string& format, Address data, Encoding encoding, int rows, int cols,
-                       Address scales, int block_rows, int block_cols, Address zeros, Address out) {
-  const SourceMatrix source{.data = at(data),
-                            .encoding = encoding,
-                            .rows = rows,
-                            .cols = cols,
-                            .scales = at(scales),
-                            .block_rows = block_rows,
-                            .block_cols = block_cols,
-                            .zeros = at<uint8_t>(zeros)};
-  return pack_dense(runtime.pool, format_from_name(format), source, at(out));
-}
-
 std::shared_ptr<Saved> forward_layer(MoeLayer& layer, Address hidden, Dtype dtype, Address index, Address weights,
                                      int tokens, int top_k, const Lora* lora, Keep keep, int activation_bits,
                                      Address out) {
@@ -258,43 +232,6 @@ py::list slices(const MoeLayer& layer) {
                               weights.width(n), matrices));
   }
   return all;
-}
-
-void bind_dense(py::module_& m) {
-  m.def(
-      "dense_bytes",
-      [](const std::string& format, int rows, int cols) { return dense_bytes(format_from_name(format), rows, cols); },
-      "format"_a, "rows"_a, "cols"_a);
-  m.def("pack_dense", &pack_dense_matrix, "runtime"_a, "format"_a, "data"_a, "encoding"_a, "rows"_a, "cols"_a,
-        "scales"_a, "block_rows"_a, "block_cols"_a, "zeros"_a, "out"_a, NoGil());
-  m.def(
-      "dense_product",
-      [](Runtime& runtime, const std::string& format, int rows, int cols, Address packed, Address bias, Address x,
-         int tokens, int activation_bits, Address y) {
-        dense_product(runtime, format_from_name(format), rows, cols, at(packed), at<float>(bias), at<bf16>(x), tokens,
-                      activation_bits, at<bf16>(y));
-      },
-      "runtime"_a, "format"_a, "rows"_a, "cols"_a, "packed"_a, "bias"_a, "x"_a, "tokens"_a, "activation_bits"_a, "y"_a,
-      NoGil());
-}
-
-void bind_attention(py::module_& m) {
-  py::class_<DecodeAttention>(m, "DecodeAttention")
-      .def(py::init([](int heads, int kv_heads, int head_size, int block_size, float scale, int window, Address sinks) {
-             return DecodeAttention{heads, kv_heads, head_size, block_size, scale, window, at<float>(sinks)};
-           }),
-           "heads"_a, "kv_heads"_a, "head_size"_a, "block_size"_a, "scale"_a, "window"_a, "sinks"_a)
-      .def(
-          "run",
-          [](const DecodeAttention& self, Runtime& runtime, Address cache, int64_t block_stride, int64_t head_stride,
-             int blocks, Address query, int64_t query_stride, Address table, int64_t table_blocks, int64_t table_stride,
-             Address lengths, int requests, Address out) {
-            self.run(runtime, {at<bf16>(cache), block_stride, head_stride, blocks},
-                     {requests, at<bf16>(query), query_stride, at<int32_t>(table), table_blocks, table_stride,
-                      at<int32_t>(lengths)},
-                     at<bf16>(out));
-          },
-          NoGil());
 }
 
 void bind_layer(py::module_& m) {
@@ -434,7 +371,6 @@ PYBIND11_MODULE(_C, m) {
   bind_quant(m);
   bind_moe(m);
   bind_dense(m);
-  bind_attention(m);
   bind_layer(m);
   bind_cuda(m);
   bind_hybrid(m);

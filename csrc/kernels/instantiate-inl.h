@@ -5,6 +5,7 @@
 #include "kernels/attention-inl.h"
 #include "kernels/epilogue-inl.h"
 #include "kernels/gemm-inl.h"
+#include "kernels/heads-inl.h"
 #include "kernels/int8_gemm-inl.h"
 #include "kernels/rates-inl.h"
 #include "kernels/strips-inl.h"
@@ -20,6 +21,7 @@ struct IsaTable {
   RateKernels rates;
   Int8Kernels int8;
   Attention attention;
+  PrepareHeads prepare_heads;
 };
 extern const IsaTable kAmxEmuTable, kScalarTable, kAvx2Table, kAvx512Table, kAvx512Bf16Table, kAmxBf16Table;
 
@@ -44,10 +46,11 @@ consteval IsaTable isa_table() {
                  .vectors = {kHasTiles<V>, &pack_rows<V>, &pack_rows<V>, &unturn<V>, &swiglu<V>, &swiglu_backward<V>,
                              &swiglu_strip<V>, &store_rows<V>, &finite<V>, &convert<V, bf16, float>,
                              &convert<V, float, bf16>, &scale_row<V>, &split<V>, &dot<V>, &weighted_sum<V>,
-                             &dropout_mask<V>, &adam<V, float>, &adam<V, bf16>},
+                             &dropout_mask<V>, &adam<V, float>, &adam<V, bf16>, &norm_row<V>},
                  .rates = {&fill_rate_memory, nullptr, &hot_rate<V>},
                  .int8 = {},
-                 .attention = &attention<V>};
+                 .attention = &attention<V>,
+                 .prepare_heads = &prepare_heads<V>};
 #define KTFT_FORMAT(name, Codec, ...) add_format<V, Codec>(table);
 #include "quant/formats.inc"
 #undef KTFT_FORMAT

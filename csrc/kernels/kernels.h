@@ -191,6 +191,16 @@ struct AdamStep {
 template <class T>
 using AdamKernel = void (*)(int64_t n, const AdamStep& step, const T* grad, T* param, T* exp_avg, T* exp_avg_sq);
 
+// RMS norm of one row. With a residual, x is added to it first, and the norm is taken of their sum.
+struct NormArgs {
+  int size;
+  const bf16* x;
+  bf16* residual;  // or null
+  const bf16* weight;
+  float epsilon;
+  bf16* out;  // may be x
+};
+
 // Everything that is not a GEMM. n and cols are multiples of 16, except for adam's n.
 struct VectorKernels {
   bool turned;  // whether the forward GEMM takes and gives transposed pieces
@@ -216,6 +226,7 @@ struct VectorKernels {
   uint32_t (*dropout_mask)(uint64_t key, uint32_t first, float probability);
   AdamKernel<float> adam_f32;
   AdamKernel<bf16> adam_bf16;
+  void (*norm)(const NormArgs&);
 };
 
 // Attention of one token's query heads that share keys and values, over the tokens [begin, end) of its context. A block
@@ -236,6 +247,19 @@ struct AttentionArgs {
 size_t attention_scratch(int heads, int head_size);
 using Attention = void (*)(const AttentionArgs&);
 
+// Heads of one token, in place: norm(x) * norm weight, then rotary embedding for halves of the first `rotary` columns.
+// Each is rounded to bf16.
+struct HeadsArgs {
+  int heads, head_size;  // a multiple of 16, up to kMostHeadSize
+  bf16* x;               // [heads, head_size]
+  const bf16* norm;      // [head_size]; or null
+  float epsilon;
+  const bf16* turn;  // [rotary]: cosines, then sines
+  int rotary;        // a multiple of 16, up to head_size
+};
+constexpr int kMostHeadSize = 1024;
+using PrepareHeads = void (*)(const HeadsArgs&);
+
 // Loops that measure the benchmark's ceilings. A call takes microseconds (up to 0.1 s with emulated tiles), works on
 // kRateMemory bytes that fill() wrote, 64-byte aligned, and returns its FLOPs.
 struct RateKernels {
@@ -250,6 +274,7 @@ const StripKernels& strip_kernels(Isa isa, Format format);
 const VectorKernels& vector_kernels(Isa isa);
 const RateKernels& rate_kernels(Isa isa);
 Attention find_attention(Isa isa);
+PrepareHeads find_prepare_heads(Isa isa);
 const Int8Kernels* int8_kernels(Isa isa);  // null where there are none
 
 }  // namespace ktft

@@ -26,6 +26,8 @@ const RateKernels& rate_kernels(Isa isa) { return table_of(isa).rates; }
 
 Attention find_attention(Isa isa) { return table_of(isa).attention; }
 
+PrepareHeads find_prepare_heads(Isa isa) { return table_of(isa).prepare_heads; }
+
 size_t attention_scratch(int heads, int head_size) {
   return sizeof(float) * (size_t(heads) * (kScoreRow + head_size) + ceil_div(heads, 16) * 16);
 }

@@ -17,7 +17,7 @@ NORM_FORWARD = Patch(
     "vllm.model_executor.layers.layernorm.RMSNorm",
     "forward",
     "ktft.serve.vllm.short_paths:shorten",
-    _SHORT,
+    "On a CPU ktft computes RMS norms: vLLM's way is a chain of torch operations, each of which goes through memory.",
     on_instances=True,
     since="0.32.0",
 )
@@ -33,8 +33,8 @@ BLOCK_FORWARD = Patch(
     "vllm.model_executor.models.qwen3_moe.Qwen3MoeAttention",
     "forward",
     "ktft.serve.vllm.short_paths:shorten",
-    "On a CPU an attention block, this or another of BLOCKS, calls its layers' forwards itself: looking for hooks "
-    "takes longer than their work.",
+    "On a CPU ktft computes what an attention block, this or another of BLOCKS, does between its projections, and the "
+    "whole block in steps of one token a request.",
     on_instances=True,
     since="0.32.0",
 )
@@ -42,7 +42,7 @@ EXPERTS_FORWARD = Patch(
     "vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner",
     "forward",
     "ktft.serve.vllm.short_paths:shorten",
-    _SHORT,
+    f"{_SHORT} ktft chooses experts by softmax.",
     on_instances=True,
     since="0.32.0",
 )

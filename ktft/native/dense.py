@@ -72,9 +72,9 @@ class HostDense:
         if bias is not None:
             self._check("bias", bias, torch.float32, bias.shape == (rows,))
         self._packed, self._bias = packed.contiguous(), None if bias is None else bias.contiguous()
-        self._first = runtime.handle, format, *shape, self._packed.data_ptr()
-        self._bias_at = 0 if self._bias is None else self._bias.data_ptr()
+        bias_at = 0 if self._bias is None else self._bias.data_ptr()
         self.activation_bits = activation_bits
+        self.handle = core.DenseWeight(format, *shape, self._packed.data_ptr(), bias_at, activation_bits)
 
     def product(self, x: Tensor, biased: bool = True) -> Tensor:
         """`x · Wᵀ`, plus the bias if there is one.
@@ -93,8 +93,7 @@ class HostDense:
         self._check("x", x, torch.bfloat16, x.shape[-1:] == (cols,))
         x = x.contiguous()
         out = torch.empty(*x.shape[:-1], rows, dtype=torch.bfloat16, device="cpu")
-        bias, tokens = self._bias_at if biased else 0, x.numel() // cols
-        core.dense_product(*self._first, bias, x.data_ptr(), tokens, self.activation_bits, out.data_ptr())
+        self.handle.product(self.runtime.handle, x.data_ptr(), x.numel() // cols, biased, out.data_ptr())
         return out
 
     def _check(self, name: str, tensor: Tensor, dtype: torch.dtype, right: bool) -> None:

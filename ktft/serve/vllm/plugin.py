@@ -8,14 +8,12 @@ from ktft.hosts import vllm
 
 
 def register() -> None:
-    """Add ktft's quantization method, model loader and norms to vLLM's, in a process of `ktft serve` only."""
+    """Add ktft's quantization method and model loader to vLLM's, in a process of `ktft serve` only."""
     if serve_settings() is None:
         return
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
     from vllm.model_executor.model_loader import register_model_loader
-    from vllm.platforms import current_platform
 
-    from ktft.serve.vllm import norms
     from ktft.serve.vllm.loader import KtftModelLoader
     from ktft.serve.vllm.moe import KtftQuantization
 
@@ -24,5 +22,3 @@ def register() -> None:
     hosts.install(vllm.OF_PROCESS)
     register_quantization_config("ktft")(KtftQuantization)
     register_model_loader("ktft")(KtftModelLoader)
-    if current_platform.is_cpu():
-        norms.register()

@@ -13,28 +13,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm import ir
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from ktft import native
 from ktft.hosts.vllm import ATTENTION_FORWARD, BLOCK_FORWARD, EXPERTS_FORWARD, NORM_FORWARD
-from ktft.native.attention import DecodeAttention
+from ktft.native.norm import MULTIPLE, HostNorm
+from ktft.native.routing import choose_experts
 from ktft.serve.runtime.served_model import current
-from ktft.serve.vllm.attention import decode_attention, forget
+from ktft.serve.vllm.attention import (
+    LayerAttention,
+    forget,
+    is_decode,
+    keeps_own_cache,
+    layer_attention,
+    steps,
+)
+from ktft.serve.vllm.attention_block import BLOCKS, block_forward, linear_product
 from ktft.serve.vllm.moe import KtftMoEMethod
-from ktft.serve.vllm.norms import PROVIDER
 
 Forward = Callable[..., Any]
-
-BLOCKS = "Qwen2MoeAttention", "Qwen3MoeAttention", "MixtralAttention", "Glm4MoeAttention"
-"""vLLM's classes that do nothing but project, norm each head if they have norms, rotate, attend and project back."""
 
 
 def shorten(model: nn.Module) -> None:
@@ -51,48 +51,38 @@ def shorten(model: nn.Module) -> None:
             ATTENTION_FORWARD.put(module, forward)
         elif kind is MoERunner and (forward := _experts(module)):
             EXPERTS_FORWARD.put(module, forward)
-        elif kind.__name__ in BLOCKS and (forward := _block(module)):
+        elif kind.__name__ in BLOCKS and (forward := block_forward(module)):
             BLOCK_FORWARD.put(module, forward)
 
 
 def _norm(layer: RMSNorm) -> Forward | None:
-    """What `ktft.serve.vllm.norms` registers, where vLLM would choose it."""
-    chosen = all(op.get_priority()[:1] == [PROVIDER] for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm))
-    exact = chosen and native.cpu_features()["avx512"]
-    if not exact or not layer.has_weight or layer.variance_size_override is not None:
+    if not layer.has_weight or layer.variance_size_override is not None or layer.weight.dtype != torch.bfloat16:
         return None
-    own, weight, epsilon = layer.forward, layer.weight.data, layer.variance_epsilon
-    norm, add_and_norm = torch.ops._C.rms_norm.default, torch.ops._C.fused_add_rms_norm.default
+    if layer.weight.shape[0] % MULTIPLE:
+        return None
+    own = layer.forward
+    norm = HostNorm(current().runtime, layer.weight.data, layer.variance_epsilon)
 
     def forward(x: Tensor, residual: Tensor | None = None) -> Any:
-        if x.dtype != weight.dtype or (residual is not None and residual.dtype != x.dtype):
+        if x.dtype != torch.bfloat16 or (residual is not None and residual.dtype != x.dtype):
             return own(x, residual)
-        if residual is None:
-            out = torch.empty(x.shape, dtype=x.dtype)
-            norm(out, x.contiguous(), weight, epsilon)
-            return out
-        add_and_norm(x, residual, weight, epsilon)
-        return x, residual
+        out = norm(x, residual)
+        return out if residual is None else (out, residual)
 
     return forward
 
 
 def _attention(layer: Attention) -> Forward | None:
     """Attention of a decoder over its own KV cache. Steps of one token a request are ktft's to compute where it can."""
-    impl: Any = layer.impl
-    if (
-        type(impl) is not CPUAttentionBackendImpl
-        or layer.query_quant is not None
-        or layer.kv_sharing_target_layer_name is not None
-        or layer.attn_backend.forward_includes_kv_cache_update
-    ):
+    if not keeps_own_cache(layer):
         return None
     own, name, runtime = layer.forward, layer.layer_name, current().runtime
     heads, groups, size, value_size = layer.num_heads, layer.num_kv_heads, layer.head_size, layer.head_size_v
+    impl: Any = layer.impl
 
     @functools.cache
-    def ours(cache_at: int) -> DecodeAttention | None:
-        return decode_attention(layer, runtime)
+    def ours(cache_at: int) -> LayerAttention | None:
+        return layer_attention(layer, runtime)
 
     def forward(query: Tensor, key: Tensor | None, value: Tensor | None, *rest: Any, **named: Any) -> Tensor:
         context = get_forward_context()
@@ -106,52 +96,13 @@ def _attention(layer: Attention) -> Forward | None:
         cache = layer.kv_cache
         impl.do_kv_cache_update(layer, key, value, cache, slots[name])
         step, queries, outs = metadata[name], query.view(-1, heads, size), out.view(-1, heads, value_size)
-        single = step.max_query_len == 1 and step.num_actual_tokens == rows == step.seq_lens.shape[0]
-        if single and (decode := ours(cache.data_ptr())):
-            decode(queries, cache, step.block_table, step.seq_lens, outs)
+        if is_decode(step, rows) and (found := ours(cache.data_ptr())):
+            found.decode(queries, found.cache, steps.of(step), outs)
         else:
             impl.forward(layer, queries, key, value, cache, step, outs)
         return out
 
     return forward
-
-
-def _block(block: Any) -> Forward | None:
-    """Attention with its projections. The layers of the block are called without `nn.Module.__call__`, so without
-    hooks, which vLLM's own layers do not have.
-    """
-    qkv, out = _linear(block.qkv_proj), _linear(block.o_proj)
-    rotary, attend = block.rotary_emb, block.attn
-    normed = hasattr(block, "q_norm") and getattr(block, "use_qk_norm", True)
-    norms = (block.q_norm, block.k_norm) if normed else ()
-    if qkv is None or out is None or not isinstance(rotary, RotaryEmbedding) or type(attend) is not Attention:
-        return None
-    sizes, head_size = [block.q_size, block.kv_size, block.kv_size], block.head_dim
-
-    def forward(positions: Tensor, hidden_states: Tensor) -> Tensor:
-        q, k, v = qkv(hidden_states).split(sizes, -1)
-        if norms:
-            q_norm, k_norm = norms
-            q = q_norm.forward(q.view(-1, sizes[0] // head_size, head_size)).view(q.shape)
-            k = k_norm.forward(k.view(-1, sizes[1] // head_size, head_size)).view(k.shape)
-        q, k = rotary._forward_method(positions, q, k)
-        return out(attend.forward(q, k, v))
-
-    return forward
-
-
-def _linear(layer: LinearBase) -> Callable[[Tensor], Tensor] | None:
-    """The product of a linear layer of one process, with its own bias."""
-    whole = type(layer) in (QKVParallelLinear, RowParallelLinear) and layer.tp_size == 1
-    if not whole or layer.skip_bias_add:
-        return None
-
-    def product(x: Tensor) -> Tensor:
-        method: Any = layer.quant_method  # LoRA may have come before it
-        found: Tensor = method.apply(layer, x, layer.bias)
-        return found
-
-    return product
 
 
 def _experts(layer: MoERunner) -> Forward | None:
@@ -173,18 +124,47 @@ def _experts(layer: MoERunner) -> Forward | None:
         return None
     own, gate, router, scale = layer.forward, layer.gate, layer.router, layer.routed_scaling_factor
     shared = layer._shared_experts and layer._shared_experts._layer
+    logits_of = None if gate is None else _gate(gate)
+    choose = _choice(router)
 
     def forward(hidden_states: Tensor, router_logits: Tensor, *rest: Any, **named: Any) -> Tensor:
         if rest or named or hidden_states.dtype == torch.float16 or router.capture_fn is not None:
             out: Tensor = own(hidden_states, router_logits, *rest, **named)
             return out
         beside = None if shared is None else shared(hidden_states)
-        if gate is not None:
-            router_logits = gate.forward(hidden_states)[0]
-        weights, numbers = router._compute_routing(hidden_states, router_logits, None)
-        out = method.apply(routed, hidden_states, weights, numbers)
+        if logits_of is not None:
+            router_logits = logits_of(hidden_states)
+        out = method.apply(routed, hidden_states, *choose(hidden_states, router_logits))
         if scale != 1.0:
             out *= scale
         return out if beside is None else beside + out
 
     return forward
+
+
+def _gate(gate: Any) -> Callable[[Tensor], Tensor]:
+    """The logits of a router."""
+    product = linear_product(gate)
+    bf16 = gate.weight.dtype == torch.bfloat16 and getattr(gate, "out_dtype", None) in (None, torch.bfloat16)
+    if product is not None and bf16:
+        return product
+
+    def logits(x: Tensor) -> Tensor:
+        found: Tensor = gate.forward(x)[0]
+        return found
+
+    return logits
+
+
+def _choice(router: CPURouter) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Weights and numbers of the experts, from hidden states and logits."""
+    plain = not router.use_grouped_topk and router.custom_routing_function is None and router.scoring_func == "softmax"
+    runtime, top_k, renormalize = current().runtime, router.top_k, router.renormalize
+
+    def choice(hidden_states: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        if plain and logits.dtype == torch.bfloat16:
+            return choose_experts(runtime, logits, top_k, renormalize)
+        found: tuple[Tensor, Tensor] = router._compute_routing(hidden_states, logits, None)
+        return found
+
+    return choice

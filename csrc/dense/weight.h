@@ -13,9 +13,16 @@ size_t dense_bytes(Format format, int rows, int cols);
 // Packs a matrix into `out`. Returns whether its codes and scales were kept. Throws where it holds NaN or Inf.
 bool pack_dense(Pool& pool, Format format, const SourceMatrix& source, void* out);
 
-// y [tokens, rows] = x [tokens, cols] Wᵀ + bias, for a matrix that pack_dense packed, of a multiple of 32 rows. `bias`
-// is [rows] or null. With activation_bits of 8 rows are rounded to int8 where StripKernels::bytes says so.
-void dense_product(Runtime& runtime, Format format, int rows, int cols, const void* packed, const float* bias,
-                   const bf16* x, int tokens, int activation_bits, bf16* y);
+// A matrix that pack_dense packed, of a multiple of 32 rows.
+struct DenseWeight {
+  Format format;
+  int rows, cols;
+  const void* packed;
+  const float* bias;    // [rows], or null
+  int activation_bits;  // 16; or 8, which rounds rows to int8 where StripKernels::bytes says so
+
+  // y [tokens, rows] = x [tokens, cols] Wᵀ, plus the bias if `biased`.
+  void product(Runtime& runtime, const bf16* x, int tokens, bool biased, bf16* y) const;
+};
 
 }  // namespace ktft

@@ -1,4 +1,4 @@
-#include "moe/dense.h"
+#include "dense/weight.h"
 
 #include <algorithm>
 #include <cstring>
@@ -60,8 +60,7 @@ bool pack_dense(Pool& pool, Format format, const SourceMatrix& source, void* out
   return keep;
 }
 
-void dense_product(Runtime& runtime, Format format, int rows, int cols, const void* packed, const float* bias,
-                   const bf16* x, int tokens, int activation_bits, bf16* y) {
+void DenseWeight::product(Runtime& runtime, const bf16* x, int tokens, bool biased, bf16* y) const {
   KTFT_CHECK(rows % kRowPad == 0, "[", rows, ", ", cols, "]: the rows are no multiple of ", kRowPad);
   const ForkLock lock(runtime.mutex);
   const PackedMatrix w = dense_matrix(format, rows, cols, const_cast<void*>(packed));
@@ -93,7 +92,7 @@ void dense_product(Runtime& runtime, Format format, int rows, int cols, const vo
             .tokens = count,
             .scratch = scratch.take<char>(kGemmScratch),
             .activation_bits = activation_bits});
-      vec.store_rows(Pass::kForward, count, outputs, c, affine_at(Affine{w.row_scale, bias}, out),
+      vec.store_rows(Pass::kForward, count, outputs, c, affine_at(Affine{w.row_scale, biased ? bias : nullptr}, out),
                      y + size_t(begin) * rows + out, rows);
     });
   }

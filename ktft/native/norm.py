@@ -1,0 +1,62 @@
+"""RMS norm on the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ktft.native.extension import core
+from ktft.native.machine import Runtime
+
+MULTIPLE = 16
+"""What a norm's size is a multiple of."""
+
+
+class HostNorm:
+    """RMS norm (arXiv:1910.07467). All is fp32 but for what goes in and comes out, which is rounded once.
+
+    Args:
+        weight: bf16 `[size]` in CPU memory; a multiple of `MULTIPLE`.
+
+    Raises:
+        ValueError: the weight is something else.
+    """
+
+    def __init__(self, runtime: Runtime, weight: Tensor, epsilon: float) -> None:
+        right = weight.dim() == 1 and weight.dtype == torch.bfloat16 and weight.device == _CPU
+        if not right or len(weight) % MULTIPLE or not len(weight):
+            raise ValueError(
+                f"a norm's weight is bf16 [size] in CPU memory, of a multiple of {MULTIPLE}, got {weight.dtype} "
+                f"{list(weight.shape)} on {weight.device}"
+            )
+        self._runtime, self._weight = runtime.handle, weight.contiguous()
+        self._size = len(weight)
+        self._core = core.Norm(self._size, self._weight.data_ptr(), epsilon)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The norm of `x`, or of `x + residual`, which `residual` then holds.
+
+        Args:
+            x: bf16 `[..., size]`.
+            residual: contiguous, like `x`.
+
+        Raises:
+            ValueError: a shape, a dtype or a stride is wrong.
+        """
+        right = x.shape[-1:] == (self._size,) and x.dtype == torch.bfloat16 and x.device == _CPU
+        if residual is not None:
+            like = residual.shape == x.shape and residual.dtype == x.dtype and residual.device == _CPU
+            right = right and like and residual.is_contiguous()
+        if not right:
+            given = [x] if residual is None else [x, residual]
+            raise ValueError(
+                f"a norm takes bf16 [..., {self._size}] in CPU memory, and a contiguous residual like it, got "
+                + " and ".join(f"{each.dtype} {list(each.shape)} {each.stride()} on {each.device}" for each in given)
+            )
+        x = x.contiguous()
+        out, at = torch.empty_like(x), 0 if residual is None else residual.data_ptr()
+        self._core.run(self._runtime, x.data_ptr(), at, x.numel() // self._size, out.data_ptr())
+        return out
+
+
+_CPU = torch.device("cpu")
