@@ -25,7 +25,7 @@ ATTENTION_FORWARD = Patch(
     "vllm.model_executor.layers.attention.attention.Attention",
     "forward",
     "ktft.serve.vllm.short_paths:shorten",
-    f"{_SHORT} ktft's threads compute its steps of one token a request.",
+    f"{_SHORT} ktft's threads compute its steps of a few tokens a request.",
     on_instances=True,
     since="0.32.0",
 )
@@ -34,7 +34,7 @@ BLOCK_FORWARD = Patch(
     "forward",
     "ktft.serve.vllm.short_paths:shorten",
     "On a CPU ktft computes what an attention block, this or another of BLOCKS, does between its projections, and the "
-    "whole block in steps of one token a request.",
+    "whole block in steps of a few tokens a request.",
     on_instances=True,
     since="0.32.0",
 )

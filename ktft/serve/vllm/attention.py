@@ -1,8 +1,9 @@
 """Attention of a decode step on a CPU by ktft's threads, over the KV cache that vLLM has laid out.
 
 vLLM's kernel takes one thread for a short step (see `ktft.serve.vllm.cpu_worker`), and widens every key and value for
-each step on its own. vLLM goes on to compute steps in which a request has several tokens. Where values lie in the cache
-is vLLM's own affair, so what ktft reads and writes there is compared with vLLM's before it is used.
+each step on its own. vLLM goes on to compute prompts. A step with drafts has a few tokens of each request; ktft computes
+these, too, so that answers are those without drafts. Where values lie in the cache is vLLM's own affair, so what ktft
+reads and writes there is compared with vLLM's before it is used.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ KERNELS = "vec", "vec16"
 With "amx" the layout is another, and vLLM's kernel rounds weights to bf16. Answers with drafts, which vLLM's kernel
 checks in steps of several tokens, would not always be those without.
 """
+MOST_NEW = 8
+"""Tokens of one request in a step that ktft computes, each of which reads the whole context."""
 TOLERANCE = 2e-2
 """Of outputs in bf16, whose largest values are about 1."""
 
@@ -95,27 +98,33 @@ def keeps_own_cache(layer: Any) -> bool:
 
 
 def is_decode(metadata: Any, rows: int) -> bool:
-    """Whether these rows are one token of each request."""
-    one = metadata.max_query_len == 1 and metadata.num_actual_tokens == rows
-    return bool(one and metadata.seq_lens.shape[0] == rows)
+    """Whether these rows are a few tokens of each request."""
+    few = metadata.max_query_len <= MOST_NEW and metadata.num_actual_tokens == rows
+    return bool(few and metadata.causal and metadata.dynamic_causal is None)
 
 
 class DecodeSteps:
-    """Steps of one token a request. vLLM gives the same tensors to all layers that share blocks."""
+    """Steps of a few tokens a request. vLLM gives the same tensors to all layers that share blocks."""
 
     def __init__(self) -> None:
         self._of: tuple[Any, ...] = ()
         self._step: DecodeStep | None = None
 
     def of(self, metadata: Any, positions: Tensor | None = None, slots: Tensor | None = None) -> DecodeStep:
-        """The step with vLLM's metadata.
+        """The step with vLLM's metadata. Each token is a request with the context up to itself.
 
         Raises:
             ValueError: see `DecodeStep`.
         """
-        given = metadata.block_table, metadata.seq_lens, positions, slots
+        given = metadata.block_table, metadata.seq_lens, metadata.query_start_loc, positions, slots
         if self._step is None or any(new is not old for new, old in zip(given, self._of, strict=True)):
-            self._step, self._of = DecodeStep(*given), given
+            table, lengths, starts = given[:3]
+            if metadata.num_actual_tokens != len(lengths):
+                counts = starts.diff()
+                later = torch.repeat_interleave(starts[1:], counts) - 1 - torch.arange(metadata.num_actual_tokens)
+                table = table.repeat_interleave(counts, 0)
+                lengths = (lengths.repeat_interleave(counts) - later).to(torch.int32)
+            self._step, self._of = DecodeStep(table, lengths, positions, slots), given
         return self._step
 
 

@@ -142,15 +142,15 @@ class _Block:
         whole = positions.shape == places.shape == (rows,) and step.num_actual_tokens == rows
         if parts is None or not whole:
             return self._by_layers(positions, hidden_states)
-        attention, single = parts.attention, is_decode(step, rows)
-        if single and parts.whole and self._is_plain():
+        attention, few = parts.attention, is_decode(step, rows)
+        if few and parts.whole and self._is_plain():
             return parts.whole(hidden_states.contiguous(), attention.cache, steps.of(step, positions, places))
         qkv = self._qkv(hidden_states)
         parts.heads.write(qkv, positions, places, attention.cache)
         heads, kv_heads, size, _ = attention.decode.sizes
         q, k, v = qkv.view(rows, -1, size).split([heads, kv_heads, kv_heads], 1)
         out = torch.empty(rows, heads, size, dtype=qkv.dtype)
-        if single:
+        if few:
             attention.decode(q, attention.cache, steps.of(step, positions, places), out)
         else:
             self._layer.impl.forward(self._layer, q, k, v, cache, step, out)

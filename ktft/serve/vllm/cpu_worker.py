@@ -9,7 +9,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ktft.native.machine import Runtime
 from ktft.serve.runtime.served_model import current
-from ktft.serve.vllm.attention import decodes
+from ktft.serve.vllm.attention import MOST_NEW, decodes
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -60,7 +60,7 @@ class KtftCpuWorker(CPUWorker):
         if self._step_threads is None:
             self._step_threads = StepThreads(current().runtime)
         tokens = scheduler_output.total_num_scheduled_tokens
-        if tokens == len(scheduler_output.num_scheduled_tokens) and decodes():
+        if max(scheduler_output.num_scheduled_tokens.values(), default=0) <= MOST_NEW and decodes():
             context = 0  # none is read by OpenMP's threads
         else:
             context = sum(request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs)

@@ -73,7 +73,7 @@ def _norm(layer: RMSNorm) -> Forward | None:
 
 
 def _attention(layer: Attention) -> Forward | None:
-    """Attention of a decoder over its own KV cache. Steps of one token a request are ktft's to compute where it can."""
+    """Attention of a decoder over its own KV cache. Steps of a few tokens a request are ktft's where it can."""
     if not keeps_own_cache(layer):
         return None
     own, name, runtime = layer.forward, layer.layer_name, current().runtime
