@@ -10,6 +10,7 @@ import torch
 from in_process import IDS, served
 from tiny import write_checkpoint
 
+from ktft import native
 from ktft.hosts.vllm import ATTENTION_FORWARD, BLOCK_FORWARD, EXPERTS_FORWARD, NORM_FORWARD
 from ktft.serve.vllm import attention
 from ktft.serve.vllm.attention_block import BLOCKS
@@ -85,13 +86,16 @@ def test_ktft_computes_attention_of_single_tokens(
     """Contexts of several blocks; sinks and a window where the family has them."""
     checkpoint = write_checkpoint(family, tmp_path / "base", **overrides)
     asked = [([3 + (7 * i + n) % 90 for i in range(n)], 0) for n in (300, 20, 129)]
-    found = {}
+    few = [(list(range(7, 7 + attention.MOST_NEW)), 0), (list(range(40, 43)), 0)]  # prompts of a few tokens
+    found, prompts = {}, {}
     for kernels in (attention.KERNELS, ()):
         monkeypatch.setattr(attention, "KERNELS", kernels)
         with served(checkpoint, adapter_swap=False, options={"max_model_len": 512}) as server:
             found[bool(kernels)] = server.together(asked, tokens=6)
+            prompts[bool(kernels)] = torch.cat([said[:-1] for _, said in server.together(few, tokens=1)])
             assert attention.decodes() == any(layer.isa in kernels for layer in shortened(server.model)["Attention"])
     assert_near(found[True], found[False])
+    assert ((prompts[True] - prompts[False]).abs() < TOLERANCE).float().mean() >= 0.75
 
 
 def test_vllm_computes_attention_that_differs(
@@ -120,6 +124,16 @@ def test_vllm_computes_attention_that_differs(
         assert server.greedy(tokens=4)[0][0] == ids[0]
         ours = {layer.isa in attention.KERNELS for layer in shortened(server.model)["Attention"]}
         assert ours == {attention.decodes()}
+
+
+def test_a_cache_that_vllm_writes_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = native.runtime(threads=2), "vec", (4, 2, 32, 32), 0, False
+    attention._agrees.cache_clear()
+    assert attention._agrees(*asked)
+    attention._agrees.cache_clear()
+    monkeypatch.setattr(attention._MadeUp, "written_by_ktft", lambda made_up, _: made_up.cache.roll(1, 2))
+    assert not attention._agrees(*asked)
+    attention._agrees.cache_clear()
 
 
 def test_a_layer_of_which_more_is_asked_keeps_its_forward(tmp_path: Path) -> None:
