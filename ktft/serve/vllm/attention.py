@@ -1,9 +1,9 @@
 """Attention of a decode step on a CPU by ktft's threads, over the KV cache that vLLM has laid out.
 
 vLLM's kernel takes one thread for a short step (see `ktft.serve.vllm.cpu_worker`), and widens every key and value for
-each step on its own. vLLM goes on to compute prompts. A step with drafts has a few tokens of each request; ktft computes
-these, too, so that answers are those without drafts. Where values lie in the cache is vLLM's own affair, so what ktft
-reads and writes there is compared with vLLM's before it is used.
+each step on its own. vLLM goes on to compute prompts. A step with drafts has a few tokens of each request; ktft
+computes these, too, so that answers are those without drafts. Where values lie in the cache is vLLM's own affair, so
+what ktft reads and writes there is compared with vLLM's before it is used.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ Forward = Callable[..., Any]
 
 
 def shorten(model: nn.Module) -> None:
-    """Give the layers of a loaded model shorter forwards. ktft rounds norms, attention and routing weights in its own way.
+    """Give the layers of a loaded model shorter forwards. ktft has its own rounding of norms, attention and routing.
 
     For steps that are not compiled.
     """
