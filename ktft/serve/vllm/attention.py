@@ -104,21 +104,24 @@ def is_decode(metadata: Any, rows: int) -> bool:
 
 
 class DecodeSteps:
-    """Steps of a few tokens a request. vLLM gives the same tensors to all layers that share blocks."""
+    """Steps of a few tokens a request: in one pass, vLLM gives the same tensors to all layers that share blocks."""
 
     def __init__(self) -> None:
         self._of: tuple[Any, ...] = ()
         self._step: DecodeStep | None = None
 
-    def of(self, metadata: Any, positions: Tensor | None = None, slots: Tensor | None = None) -> DecodeStep:
-        """The step with vLLM's metadata. Each token is a request with the context up to itself.
+    def of(
+        self, context: Any, metadata: Any, positions: Tensor | None = None, slots: Tensor | None = None
+    ) -> DecodeStep:
+        """The step with vLLM's metadata, in a pass with its forward context. Each token is a request with the context
+        up to itself.
 
         Raises:
             ValueError: see `DecodeStep`.
         """
-        given = metadata.block_table, metadata.seq_lens, metadata.query_start_loc, positions, slots
+        table, lengths, starts = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
+        given = context, table, lengths, starts, positions, slots  # another pass may write the same tensors anew
         if self._step is None or any(new is not old for new, old in zip(given, self._of, strict=True)):
-            table, lengths, starts = given[:3]
             if metadata.num_actual_tokens != len(lengths):
                 counts = starts.diff()
                 later = torch.repeat_interleave(starts[1:], counts) - 1 - torch.arange(metadata.num_actual_tokens)

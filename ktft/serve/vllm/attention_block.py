@@ -144,14 +144,14 @@ class _Block:
             return self._by_layers(positions, hidden_states)
         attention, few = parts.attention, is_decode(step, rows)
         if few and parts.whole and self._is_plain():
-            return parts.whole(hidden_states.contiguous(), attention.cache, steps.of(step, positions, places))
+            return parts.whole(hidden_states.contiguous(), attention.cache, steps.of(context, step, positions, places))
         qkv = self._qkv(hidden_states)
         parts.heads.write(qkv, positions, places, attention.cache)
         heads, kv_heads, size, _ = attention.decode.sizes
         q, k, v = qkv.view(rows, -1, size).split([heads, kv_heads, kv_heads], 1)
         out = torch.empty(rows, heads, size, dtype=qkv.dtype)
         if few:
-            attention.decode(q, attention.cache, steps.of(step, positions, places), out)
+            attention.decode(q, attention.cache, steps.of(context, step, positions, places), out)
         else:
             self._layer.impl.forward(self._layer, q, k, v, cache, step, out)
         return self._out(out.view(rows, -1))

@@ -97,7 +97,7 @@ def _attention(layer: Attention) -> Forward | None:
         impl.do_kv_cache_update(layer, key, value, cache, slots[name])
         step, queries, outs = metadata[name], query.view(-1, heads, size), out.view(-1, heads, value_size)
         if is_decode(step, rows) and (found := ours(cache.data_ptr())):
-            found.decode(queries, found.cache, steps.of(step), outs)
+            found.decode(queries, found.cache, steps.of(context, step), outs)
         else:
             impl.forward(layer, queries, key, value, cache, step, outs)
         return out
