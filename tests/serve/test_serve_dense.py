@@ -133,7 +133,8 @@ def test_an_adapter_beside_packed_weights(tmp_path: Path) -> None:
     with served(checkpoint, expert_format="bf16", max_lora_rank=8) as server:
         server.use(adapter)
         plain = server.logprobs(IDS)
-    assert off(adapted, plain) < 2 * NOISE < off(adapted, base)
+    changed = off(adapted, base)  # rounding may also choose another expert for a token, which those behind it see
+    assert off(adapted, plain) < 0.2 * changed and changed > 2 * NOISE
 
 
 def test_through_the_command_and_verify(served_checkpoint: Path, tmp_path: Path) -> None:
