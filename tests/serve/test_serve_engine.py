@@ -13,7 +13,6 @@ from quantize import quantize
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ktft import native
 from ktft.model.experts import find_experts
 from ktft.model.quantizer import KtftConfig
 from ktft.serve.runtime.settings import ServeSettings
@@ -83,28 +82,6 @@ def test_vllm_ignores_the_quantization_of_the_checkpoint(plugin: None, served_ch
     assert config.model_config.hf_config.quantization_config is None
     assert type(config.quant_config).__name__ == "KtftQuantization"
     assert config.cache_config.cache_dtype == "auto"
-
-
-def test_norms_are_those_of_vllm_rounded_once(plugin: None) -> None:
-    """For parts of fused rows too, and residuals; what the kernel cannot do goes to vLLM's torch operations."""
-    from vllm import ir
-
-    norm, added = ir.ops.rms_norm.impls["ktft"], ir.ops.fused_add_rms_norm.impls["ktft"]
-    rows, weight = torch.randn(5, 96).bfloat16(), torch.randn(64).bfloat16()
-    if not native.cpu_features()["avx512"]:  # vLLM's kernel for AVX2 does not round
-        assert not norm.supports_args(rows, weight, 1e-6) and not added.supports_args(rows, rows, weight, 1e-6)
-        return
-    for x in (rows[:, :64], rows[:, 32:], rows[:, :64].view(5, 1, 64)):
-        exact = x.double() * (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
-        torch.testing.assert_close(norm.impl_fn(x, weight, 1e-6).double(), exact, rtol=2**-8, atol=1e-6)
-    x, residual = torch.randn(2, 5, 64).bfloat16().unbind()
-    total = x.double() + residual.double()
-    exact = total * (total.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
-    found, after = added.impl_fn(x.clone(), residual.clone(), weight, 1e-6)
-    torch.testing.assert_close(found.double(), exact, rtol=2**-6, atol=1e-2)
-    assert torch.equal(after, (x.float() + residual.float()).bfloat16())
-    assert norm.supports_args(rows, weight, 1e-6) and not norm.supports_args(rows, None, 1e-6)
-    assert not norm.supports_args(rows, weight.float(), 1e-6) and not norm.supports_args(rows, weight, 1e-6, 32)
 
 
 def vllm_layer(**changes: Any) -> Any:
