@@ -8,11 +8,12 @@ from contract import CASES, relative
 from torch import Tensor
 
 from ktft import native
-from ktft.native.attention import AttentionBlock, DecodeAttention, DecodeStep, Heads, KvCache
+from ktft.native.attention import AttentionBlock, AttentionSizes, DecodeAttention, DecodeStep, Heads, KvCache
 from ktft.native.dense import HostDense, pack_dense
 
 ISAS = sorted({isa for isa, _ in CASES})
 LENGTHS = (1, 15, 16, 17, 128, 129, 300, 1100)  # parts of a group, a piece and a block, and several parts of a context
+SMALL = AttentionSizes(4, 2, 32, 32)
 TOLERANCE = 4e-3  # outputs are bf16
 
 
@@ -74,7 +75,7 @@ def test_attention(isa: str) -> None:
     ):
         contexts = Contexts(LENGTHS, heads, kv_heads, size, block)
         runtime = native.runtime(isa=isa, threads=threads)
-        found = contexts.run(DecodeAttention(runtime, heads, kv_heads, size, block, size**-0.5))
+        found = contexts.run(DecodeAttention(runtime, AttentionSizes(heads, kv_heads, size, block), size**-0.5))
         assert relative(found, contexts.expected(size**-0.5)) < TOLERANCE
 
 
@@ -84,14 +85,14 @@ def test_one_long_context_in_parts_with_a_window_and_sinks() -> None:
         contexts = Contexts(lengths)
         for window in (0, 1, 50, 1300):
             for sink in (None, sinks):
-                found = contexts.run(DecodeAttention(runtime, 4, 2, 32, 32, 0.3, window, sink))
+                found = contexts.run(DecodeAttention(runtime, SMALL, 0.3, window, sink))
                 assert relative(found, contexts.expected(0.3, window, sink)) < TOLERANCE, (lengths, window)
 
 
 def test_large_scores_stay_finite() -> None:
     contexts = Contexts((40, 600))
     contexts.query *= 300
-    found = contexts.run(DecodeAttention(native.runtime(threads=2), 4, 2, 32, 32, 1.0))
+    found = contexts.run(DecodeAttention(native.runtime(threads=2), SMALL, 1.0))
     assert relative(found, contexts.expected(1.0)) < TOLERANCE
 
 
@@ -110,7 +111,7 @@ def test_nan_stays(isa: str) -> None:
                 (keys if place == "key" else values)[1, at % block] = torch.nan
                 contexts.cache[number] += placed(keys, values).bfloat16()
             runtime = native.runtime(isa=isa, threads=2)
-            found = contexts.run(DecodeAttention(runtime, 4, 2, size, block, 0.3)).isnan()[0]
+            found = contexts.run(DecodeAttention(runtime, AttentionSizes(4, 2, size, block), 0.3)).isnan()[0]
             heads = [head in ((1,) if place == "query" else (2, 3)) for head in range(4)]
             assert found.any(1).tolist() == found.all(1).tolist() == heads, (place, lengths)
 
@@ -122,7 +123,7 @@ def test_parts_of_larger_tensors() -> None:
     shared = torch.full((contexts.cache.shape[0], 3, *contexts.cache.shape[1:]), torch.nan, dtype=torch.bfloat16)
     shared[:, 1] = contexts.cache
     contexts.cache = shared[:, 1]
-    found = contexts.run(DecodeAttention(native.runtime(threads=2), 4, 2, 32, 32, 0.2))
+    found = contexts.run(DecodeAttention(native.runtime(threads=2), SMALL, 0.2))
     assert relative(found, contexts.expected(0.2)) < TOLERANCE
 
 
@@ -146,7 +147,7 @@ def test_refusals(change: dict[str, Tensor], message: str) -> None:
     for name, tensor in change.items():
         setattr(contexts, name, tensor)
     with pytest.raises(ValueError, match=message):
-        contexts.run(DecodeAttention(native.runtime(threads=1), 4, 2, 32, 32, 0.2))
+        contexts.run(DecodeAttention(native.runtime(threads=1), SMALL, 0.2))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,7 @@ def test_refusals(change: dict[str, Tensor], message: str) -> None:
 )
 def test_sizes_that_do_not_fit(sizes: tuple[int, int, int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        DecodeAttention(native.runtime(threads=1), *sizes, 0.2)
+        AttentionSizes(*sizes)
 
 
 class Block:
@@ -180,13 +181,13 @@ class Block:
 
     def native(self, isa: str, threads: int = 2, block: int = 16) -> tuple[Heads, AttentionBlock]:
         runtime = native.runtime(isa=isa, threads=threads)
-        sizes = self.heads, self.kv_heads, self.size, block
-        heads = Heads(runtime, *sizes, self.norms, 1e-5, self.turns)
+        sizes = AttentionSizes(self.heads, self.kv_heads, self.size, block)
+        heads = Heads(runtime, sizes, self.norms, 1e-5, self.turns)
         qkv, out = (
             HostDense(runtime, "bf16", pack_dense(runtime, "bf16", weight), tuple(weight.shape), bias)
             for weight, bias in ((self.qkv, self.bias), (self.out, None))
         )
-        return heads, AttentionBlock(qkv, heads, DecodeAttention(runtime, *sizes, 0.2), out)
+        return heads, AttentionBlock(qkv, heads, DecodeAttention(runtime, sizes, 0.2), out)
 
     def prepared(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values `[tokens, heads, size]` from the product's rows, each operation rounded to bf16."""
@@ -264,6 +265,6 @@ def test_block_refusals() -> None:
     with pytest.raises(ValueError, match="which do not fit"):
         AttentionBlock(whole._parts[0], heads, whole._parts[2], whole._parts[0])
     with pytest.raises(ValueError, match="a multiple of 16 up to 48"):
-        Heads(native.runtime(), 4, 2, 48, 16, rotations=torch.zeros(4, 24, dtype=torch.bfloat16))
+        Heads(native.runtime(), AttentionSizes(4, 2, 48, 16), rotations=torch.zeros(4, 24, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"a norm of heads is bf16 \[48\]"):
-        Heads(native.runtime(), 4, 2, 48, 16, (torch.ones(48), torch.ones(48)))
+        Heads(native.runtime(), AttentionSizes(4, 2, 48, 16), (torch.ones(48), torch.ones(48)))

@@ -19,8 +19,8 @@ void Heads::write(Runtime& runtime, const NewTokens& tokens, const KvCache& cach
     bf16* const queries = tokens.qkv + int64_t(t) * (heads + 2 * kv_heads) * head_size;
     bf16 *const keys = queries + heads * head_size, *const values = keys + kv_heads * head_size;
     const bf16* const turn = turns ? turns + tokens.positions[t] * rotary : nullptr;
-    prepare({heads, head_size, queries, query_norm, epsilon, turn, turn ? rotary : 0});
-    prepare({kv_heads, head_size, keys, key_norm, epsilon, turn, turn ? rotary : 0});
+    prepare({heads, head_size, queries, query_norm, epsilon, turn, rotary});
+    prepare({kv_heads, head_size, keys, key_norm, epsilon, turn, rotary});
     if (tokens.slots[t] < 0) return;
     const int64_t block = tokens.slots[t] / block_size, place = tokens.slots[t] % block_size;
     for (int h = 0; h < kv_heads; h++) {

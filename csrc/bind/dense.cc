@@ -9,14 +9,7 @@ namespace {
 
 bool pack_matrix(Runtime& runtime, const std::string& format, Address data, Encoding encoding, int rows, int cols,
                  Address scales, int block_rows, int block_cols, Address zeros, Address out) {
-  const SourceMatrix source{.data = at(data),
-                            .encoding = encoding,
-                            .rows = rows,
-                            .cols = cols,
-                            .scales = at(scales),
-                            .block_rows = block_rows,
-                            .block_cols = block_cols,
-                            .zeros = at<uint8_t>(zeros)};
+  const SourceMatrix source = source_of(data, encoding, rows, cols, scales, block_rows, block_cols, zeros);
   return pack_dense(runtime.pool, format_from_name(format), source, at(out));
 }
 

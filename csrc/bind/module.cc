@@ -167,15 +167,7 @@ void bind_moe(py::module_& m) {
 
 bool load(MoeLayer& layer, int expert, Projection p, Address data, Encoding encoding, int rows, int cols,
           Address scales, int block_rows, int block_cols, Address zeros) {
-  return layer.load(expert, p,
-                    {.data = at(data),
-                     .encoding = encoding,
-                     .rows = rows,
-                     .cols = cols,
-                     .scales = at(scales),
-                     .block_rows = block_rows,
-                     .block_cols = block_cols,
-                     .zeros = at<uint8_t>(zeros)});
+  return layer.load(expert, p, source_of(data, encoding, rows, cols, scales, block_rows, block_cols, zeros));
 }
 
 std::shared_ptr<Saved> forward_layer(MoeLayer& layer, Address hidden, Dtype dtype, Address index, Address weights,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple, dataclass
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,40 @@ STEP = 16
 """What head_size and block_size are multiples of."""
 
 MOST_HEAD_SIZE = 1024
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """What a layer's attention has.
+
+    Attributes:
+        heads, kv_heads: of queries, and of keys and values; the first is a multiple of the second.
+        head_size, block_size: multiples of `STEP`.
+
+    Raises:
+        ValueError: a size does not fit.
+    """
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        sizes = {"head_size": self.head_size, "block_size": self.block_size}
+        if min(self.heads, self.kv_heads, *sizes.values()) < 1 or self.heads % self.kv_heads:
+            raise ValueError(
+                f"attention with {self.heads} heads, {self.kv_heads} of keys and values, and {sizes}; sizes are at "
+                "least 1, and heads is a multiple of kv_heads"
+            )
+        for name, size in sizes.items():
+            if size % STEP:
+                raise ValueError(f"attention with a {name} of {size}; a multiple of {STEP} is needed")
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        """The shape of a block of the KV cache."""
+        return self.kv_heads, self.block_size, 2 * self.head_size
 
 
 class KvCache:
@@ -33,7 +69,7 @@ class KvCache:
                 "a KV cache is bf16 [blocks, kv_heads, block_size, 2 head_size] in CPU memory, where a head's part of "
                 f"a block is contiguous, got {_described(cache)}"
             )
-        self.sizes, self._cache = tuple(cache.shape[1:]), cache
+        self.block, self._cache = tuple(cache.shape[1:]), cache
         self.handle = core.KvCache(cache.data_ptr(), cache.stride(0), cache.stride(1), cache.shape[0])
 
 
@@ -80,8 +116,7 @@ class Heads:
     """What lies between the product of queries, keys and values and attention: norms, rotary embedding, KV cache.
 
     Args:
-        heads, kv_heads: of queries, and of keys and values.
-        head_size, block_size: multiples of `STEP`.
+        sizes: with heads of up to `MOST_HEAD_SIZE`.
         norms: bf16 `[head_size]` weights of the RMS norms of queries' and of keys' heads; None for none.
         epsilon: of the norms.
         rotations: bf16 `[positions, rotary]`: the cosines, then the sines, by which the halves of the first `rotary`
@@ -94,15 +129,12 @@ class Heads:
     def __init__(
         self,
         runtime: Runtime,
-        heads: int,
-        kv_heads: int,
-        head_size: int,
-        block_size: int,
+        sizes: AttentionSizes,
         norms: tuple[Tensor, Tensor] | None = None,
         epsilon: float = 0.0,
         rotations: Tensor | None = None,
     ) -> None:
-        _check_sizes(heads, kv_heads, head_size, block_size)
+        head_size = sizes.head_size
         if head_size > MOST_HEAD_SIZE:
             raise ValueError(f"heads of {head_size}; at most {MOST_HEAD_SIZE} are possible")
         for norm in norms or ():
@@ -118,11 +150,10 @@ class Heads:
                 )
             rotations = rotations.contiguous()
         self._runtime, self._kept = runtime, (norms and tuple(norm.contiguous() for norm in norms), rotations)
-        self.sizes, self.width = (heads, kv_heads, head_size, block_size), (heads + 2 * kv_heads) * head_size
-        self.block = kv_heads, block_size, 2 * head_size
+        self.sizes, self.width = sizes, (sizes.heads + 2 * sizes.kv_heads) * head_size
         at = [norm.data_ptr() for norm in self._kept[0] or ()] or (0, 0)
         turns = (0, 0, 0) if rotations is None else (rotations.data_ptr(), rotations.shape[1], rotations.shape[0])
-        self.handle = core.Heads(heads, kv_heads, head_size, block_size, *at, epsilon, *turns)
+        self.handle = core.Heads(*astuple(sizes), *at, epsilon, *turns)
 
     def write(self, qkv: Tensor, positions: Tensor, slots: Tensor, cache: KvCache) -> None:
         """Compute queries and keys in place, each operation rounded to bf16, and write keys and values to the cache.
@@ -138,11 +169,11 @@ class Heads:
         tokens = len(qkv)
         right = qkv.shape == (tokens, self.width) and qkv.dtype == torch.bfloat16 and qkv.is_contiguous()
         vectors = all(_is_vector(each, tokens, torch.int64) for each in (positions, slots))
-        if not (right and vectors and qkv.device == _CPU and cache.sizes == self.block):
+        if not (right and vectors and qkv.device == _CPU and cache.block == self.sizes.block):
             raise ValueError(
                 f"heads are bf16 [tokens, {self.width}], with int64 positions and slots [tokens], for a KV cache "
-                f"{list(self.block)} a block, got {_described(qkv)}, positions {_described(positions)}, slots "
-                f"{_described(slots)} and {list(cache.sizes)}"
+                f"{list(self.sizes.block)} a block, got {_described(qkv)}, positions {_described(positions)}, slots "
+                f"{_described(slots)} and {list(cache.block)}"
             )
         self.handle.write(
             self._runtime.handle, tokens, qkv.data_ptr(), positions.data_ptr(), slots.data_ptr(), cache.handle
@@ -153,8 +184,6 @@ class DecodeAttention:
     """`softmax(scale · q Kᵀ) V` for one token of each request. Sums are fp32.
 
     Args:
-        heads, kv_heads: of queries, and of keys and values; the first is a multiple of the second.
-        head_size, block_size: multiples of `STEP`.
         window: how many tokens of a context count, its last ones; 0 stands for all.
         sinks: `[heads]`, a score of each head that has no value.
 
@@ -165,24 +194,21 @@ class DecodeAttention:
     def __init__(
         self,
         runtime: Runtime,
-        heads: int,
-        kv_heads: int,
-        head_size: int,
-        block_size: int,
+        sizes: AttentionSizes,
         scale: float,
         window: int = 0,
         sinks: Tensor | None = None,
     ) -> None:
-        _check_sizes(heads, kv_heads, head_size, block_size)
+        heads = sizes.heads
         if window < 0:
             raise ValueError(f"attention with a window of {window}; it is at least 0")
         if sinks is not None and sinks.shape != (heads,):
             raise ValueError(f"attention with sinks {list(sinks.shape)} for {heads} heads; [{heads}] is needed")
-        self._runtime, self._queries, self.width = runtime, (heads, head_size), heads * head_size
-        self.sizes, self._block = (heads, kv_heads, head_size, block_size), (kv_heads, block_size, 2 * head_size)
+        self._runtime, self.sizes = runtime, sizes
+        self._queries, self.width = (heads, sizes.head_size), heads * sizes.head_size
         self._sinks = None if sinks is None else sinks.detach().to("cpu", torch.float32).contiguous()
         at = 0 if self._sinks is None else self._sinks.data_ptr()
-        self.handle = core.DecodeAttention(heads, kv_heads, head_size, block_size, scale, window, at)
+        self.handle = core.DecodeAttention(*astuple(sizes), scale, window, at)
 
     def __call__(self, query: Tensor, cache: KvCache, step: DecodeStep, out: Tensor) -> Tensor:
         """Compute a step.
@@ -203,14 +229,14 @@ class DecodeAttention:
             and query.dtype == out.dtype == torch.bfloat16
             and query.stride()[1:] == (self._queries[1], 1)
             and out.is_contiguous()
-            and cache.sizes == self._block
+            and cache.block == self.sizes.block
             and query.device == out.device == _CPU
         )
         if not right:
             raise ValueError(
                 f"attention of bf16 queries {[step.requests, *self._queries]} in CPU memory over a KV cache "
-                f"{list(self._block)} a block, got query {_described(query)}, out {_described(out)} and "
-                f"{list(cache.sizes)}"
+                f"{list(self.sizes.block)} a block, got query {_described(query)}, out {_described(out)} and "
+                f"{list(cache.block)}"
             )
         self.handle.run(
             self._runtime.handle, cache.handle, step.handle, query.data_ptr(), query.stride(0), out.data_ptr()
@@ -236,7 +262,7 @@ class AttentionBlock:
                 f"{list(qkv.shape)} and {list(out.shape)}, which do not fit"
             )
         self._runtime, self._parts = qkv.runtime, (qkv, heads, attention, out)
-        self._in, self._out, self._cache = qkv.shape[1], out.shape[0], heads.block
+        self._in, self._out, self._block = qkv.shape[1], out.shape[0], heads.sizes.block
         self._core = core.AttentionBlock(qkv.handle, heads.handle, attention.handle, out.handle)
         self._spare = self._core.spare_elements
 
@@ -248,28 +274,16 @@ class AttentionBlock:
         """
         requests = step.requests
         right = x.shape == (requests, self._in) and x.dtype == torch.bfloat16 and x.is_contiguous()
-        if not (right and x.device == _CPU and step.places and cache.sizes == self._cache):
+        if not (right and x.device == _CPU and step.places and cache.block == self._block):
             raise ValueError(
                 f"an attention block takes bf16 [{requests}, {self._in}] in CPU memory, a step with positions and "
-                f"slots and a KV cache {list(self._cache)} a block, got {_described(x)} and {list(cache.sizes)}"
+                f"slots and a KV cache {list(self._block)} a block, got {_described(x)} and {list(cache.block)}"
             )
         spare = torch.empty(requests * self._spare, dtype=torch.bfloat16)
         out = torch.empty(requests, self._out, dtype=torch.bfloat16)
         at = x.data_ptr(), spare.data_ptr(), out.data_ptr()
         self._core.run(self._runtime.handle, cache.handle, step.handle, *at)
         return out
-
-
-def _check_sizes(heads: int, kv_heads: int, head_size: int, block_size: int) -> None:
-    sizes = {"head_size": head_size, "block_size": block_size}
-    if min(heads, kv_heads, *sizes.values()) < 1 or heads % kv_heads:
-        raise ValueError(
-            f"attention with {heads} heads, {kv_heads} of keys and values, and {sizes}; sizes are at least 1, and "
-            "heads is a multiple of kv_heads"
-        )
-    for name, size in sizes.items():
-        if size % STEP:
-            raise ValueError(f"attention with a {name} of {size}; a multiple of {STEP} is needed")
 
 
 def _is_vector(tensor: Tensor, count: int, dtype: torch.dtype) -> bool:

@@ -253,7 +253,7 @@ def test_requests_of_several_adapters_at_once(server: Server, adapter: Path, tmp
         together = list(pool.map(lambda name: logprobs(server, name), asked))
     for name, found in zip(asked, together, strict=True):
         off = sorted(abs(a - b) for a, b in zip(found, alone[name], strict=True))
-        assert off[len(off) // 2 - 1] < 0.03, name  # rounding may choose another expert for a token
+        assert off[-2] < 0.03, name  # rounding may choose another expert of the last layer for one token
         assert name == min(alone, key=lambda other: apart(found, alone[other]))
     for one, other in itertools.combinations(alone.values(), 2):
         assert apart(one, other) > 0.06, "a wrong adapter would pass for the right one"

@@ -12,6 +12,7 @@ from tiny import write_checkpoint
 
 from ktft import native
 from ktft.hosts.vllm import ATTENTION_FORWARD, BLOCK_FORWARD, EXPERTS_FORWARD, NORM_FORWARD
+from ktft.native.attention import AttentionSizes
 from ktft.serve.vllm import attention
 from ktft.serve.vllm.attention_block import BLOCKS
 
@@ -127,7 +128,7 @@ def test_vllm_computes_attention_that_differs(
 
 
 def test_a_cache_that_vllm_writes_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = native.runtime(threads=2), "vec", (4, 2, 32, 32), 0, False
+    asked = native.runtime(threads=2), "vec", AttentionSizes(4, 2, 32, 32), 0, False
     attention._agrees.cache_clear()
     assert attention._agrees(*asked)
     attention._agrees.cache_clear()

@@ -9,7 +9,7 @@ what ktft reads and writes there is compared with vLLM's before it is used.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from ktft.native.attention import STEP, DecodeAttention, DecodeStep, Heads, KvCache
+from ktft.native.attention import STEP, AttentionSizes, DecodeAttention, DecodeStep, Heads, KvCache
 from ktft.native.machine import Runtime
 
 logger = init_logger("vllm.ktft")
@@ -79,12 +79,12 @@ def _layer_attention(layer: Any, runtime: Runtime) -> LayerAttention | None:
     if not plain or cache.dtype != torch.bfloat16 or cache.dim() != 4:
         return None
     block_size, window = cache.shape[2], max(impl.sliding_window, 0)
-    sizes = layer.num_heads, layer.num_kv_heads, layer.head_size, block_size
     if layer.head_size % STEP or block_size % STEP or cache.shape[3] != 2 * layer.head_size:
         return None
+    sizes = AttentionSizes(layer.num_heads, layer.num_kv_heads, layer.head_size, block_size)
     if not _agrees(runtime, layer.isa, sizes, window, sinks is not None):
         return None
-    return LayerAttention(DecodeAttention(runtime, *sizes, impl.scale, window, sinks), KvCache(cache))
+    return LayerAttention(DecodeAttention(runtime, sizes, impl.scale, window, sinks), KvCache(cache))
 
 
 def keeps_own_cache(layer: Any) -> bool:
@@ -135,15 +135,12 @@ steps = DecodeSteps()
 
 
 @functools.cache
-def _agrees(runtime: Runtime, isa: str, sizes: tuple[int, int, int, int], window: int, with_sinks: bool) -> bool:
-    """Whether ktft's attention finds what vLLM's finds, for made-up contexts in a cache that vLLM has written.
-
-    The sizes are the heads, those of keys and values, head_size and block_size.
-    """
-    made_up, scale = _MadeUp(isa, *sizes), sizes[2] ** -0.5
-    sinks = made_up.drawn(sizes[0]) if with_sinks else None
+def _agrees(runtime: Runtime, isa: str, sizes: AttentionSizes, window: int, with_sinks: bool) -> bool:
+    """Whether ktft finds what vLLM finds, for made-up contexts in a cache of vLLM's, and writes the same cache."""
+    made_up, scale = _MadeUp(isa, sizes), sizes.head_size**-0.5
+    sinks = made_up.drawn(sizes.heads) if with_sinks else None
     theirs = made_up.by_vllm(scale, window or -1, sinks)
-    ours = DecodeAttention(runtime, *sizes, scale, window, sinks)(
+    ours = DecodeAttention(runtime, sizes, scale, window, sinks)(
         made_up.query, KvCache(made_up.cache), made_up.step, torch.empty_like(made_up.query)
     )
     apart = (ours.float() - theirs.float()).abs().max().item()
@@ -153,7 +150,7 @@ def _agrees(runtime: Runtime, isa: str, sizes: tuple[int, int, int, int], window
         "ktft's attention for single tokens differs by %.3g from vLLM's, of which up to %.3g is rounding, or writes "
         "other places of the KV cache, so vLLM's is used, which is slower. vLLM has probably changed its KV cache "
         "(kernel %r, %d heads, %d of keys and values, of %d, blocks of %d).",
-        *(apart, TOLERANCE, isa, *sizes),
+        *(apart, TOLERANCE, isa, *astuple(sizes)),
     )
     return False
 
@@ -161,10 +158,10 @@ def _agrees(runtime: Runtime, isa: str, sizes: tuple[int, int, int, int], window
 class _MadeUp:
     """Three requests with random contexts, of which one has several blocks in no order."""
 
-    def __init__(self, isa: str, heads: int, kv_heads: int, head_size: int, block_size: int) -> None:
+    def __init__(self, isa: str, sizes: AttentionSizes) -> None:
+        heads, kv_heads, head_size, block_size = astuple(sizes)
         self._generator = torch.Generator().manual_seed(1)
-        self._isa, self._sizes = isa, {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_size}
-        self._block_size = block_size
+        self._isa, self._sizes = isa, sizes
         self.lengths = torch.tensor([2 * block_size + 5, 1, block_size], dtype=torch.int32)
         self.table = torch.tensor([[4, 1, 3], [2, 0, 0], [5, 0, 0]], dtype=torch.int32)
         self.step = DecodeStep(self.table, self.lengths)
@@ -185,8 +182,8 @@ class _MadeUp:
 
     def written_by_ktft(self, runtime: Runtime) -> Tensor:
         """The cache, as ktft writes it."""
-        cache, (heads, kv_heads, head_size) = torch.zeros_like(self.cache), self._sizes.values()
-        write = Heads(runtime, heads, kv_heads, head_size, self._block_size).write
+        cache, (heads, _, head_size, _) = torch.zeros_like(self.cache), astuple(self._sizes)
+        write = Heads(runtime, self._sizes).write
         for keys, values, slots in self._written:
             qkv = torch.cat([keys.new_zeros(len(keys), heads, head_size), keys, values], 1).flatten(1)
             write(qkv, torch.zeros_like(slots), slots, KvCache(cache))
@@ -207,7 +204,9 @@ class _MadeUp:
             sliding_window_size=window,
             isa=self._isa,
             enable_kv_split=True,
-            **self._sizes,
+            num_heads=self._sizes.heads,
+            num_kv_heads=self._sizes.kv_heads,
+            head_dim=self._sizes.head_size,
             **common,
         )
         out = torch.empty_like(self.query)

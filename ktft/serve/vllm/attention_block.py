@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -123,7 +123,7 @@ class _Block:
         norms: Any = tuple(norm.weight.data for norm in self._norms) or None
         epsilon = self._norms[0].variance_epsilon if self._norms else 0.0
         turns = self._block.rotary_emb.cos_sin_cache.to(torch.bfloat16)
-        heads = Heads(self._runtime, *attention.decode.sizes, norms, epsilon, turns)
+        heads = Heads(self._runtime, attention.decode.sizes, norms, epsilon, turns)
         packed = [method.weight for method in self._own if isinstance(method, KtftDenseMethod)]
         qkv, out = packed if len(packed) == 2 else (None, None)
         whole = None
@@ -139,15 +139,15 @@ class _Block:
             return self._by_layers(positions, hidden_states)
         step, places = metadata[name], slots[name]
         parts = self._parts(cache.data_ptr())
-        whole = positions.shape == places.shape == (rows,) and step.num_actual_tokens == rows
-        if parts is None or not whole:
+        unpadded = positions.shape == places.shape == (rows,) and step.num_actual_tokens == rows
+        if parts is None or not unpadded:
             return self._by_layers(positions, hidden_states)
         attention, few = parts.attention, is_decode(step, rows)
         if few and parts.whole and self._is_plain():
             return parts.whole(hidden_states.contiguous(), attention.cache, steps.of(context, step, positions, places))
         qkv = self._qkv(hidden_states)
         parts.heads.write(qkv, positions, places, attention.cache)
-        heads, kv_heads, size, _ = attention.decode.sizes
+        heads, kv_heads, size, _ = astuple(attention.decode.sizes)
         q, k, v = qkv.view(rows, -1, size).split([heads, kv_heads, kv_heads], 1)
         out = torch.empty(rows, heads, size, dtype=qkv.dtype)
         if few:
