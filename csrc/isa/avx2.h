@@ -106,6 +106,30 @@ struct Avx2 {
     _mm_storeu_ps(p, _mm_add_ps(_mm_loadu_ps(p), sums));
   }
 
+  // out[j][i] = in[i][j] for 16 x 16 dwords, 8 x 8 at a time.
+  static void transpose_dwords(const void* in, int64_t in_bytes, void* out_at, int64_t out_bytes) {
+    for (int block = 0; block < 4; block++) {
+      const char* const from = static_cast<const char*>(in) + block / 2 * 8 * in_bytes + block % 2 * 32;
+      char* const to = static_cast<char*>(out_at) + block % 2 * 8 * out_bytes + block / 2 * 32;
+      __m256i r[8], t[8];
+      for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i * in_bytes));
+      for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+      }
+      for (int i = 0; i < 8; i += 4)
+        for (int k = 0; k < 2; k++) {
+          r[i + 2 * k] = _mm256_unpacklo_epi64(t[i + k], t[i + 2 + k]);
+          r[i + 2 * k + 1] = _mm256_unpackhi_epi64(t[i + k], t[i + 2 + k]);
+        }
+      for (int c = 0; c < 4; c++) {  // r[4 g + c] holds, in 128-bit lane l, column 4 l + c of rows 4 g to 4 g + 3
+        const auto at = [&](int column) { return reinterpret_cast<__m256i*>(to + column * out_bytes); };
+        _mm256_storeu_si256(at(c), _mm256_permute2x128_si256(r[c], r[4 + c], 0x20));
+        _mm256_storeu_si256(at(4 + c), _mm256_permute2x128_si256(r[c], r[4 + c], 0x31));
+      }
+    }
+  }
+
   // Products of 16-bit integers (kernels/word_gemm-inl.h).
   struct Words {
     static constexpr int kStep = 16;

@@ -21,11 +21,16 @@ namespace ktft {
 //   largest_magnitude        of 32 values of x, the bits of the largest magnitude; NaN is larger than Inf
 //   split                    round(x * factor) = 128 high + low, of 16 values, 0 <= low < 128
 //   round                    round(x * factor), of 16 values; only on ISAs without tiles
-//   kOutputLanes             there are all_lanes, the same dword in all 16; columns_of_four, out[16 g + r] =
-//                            in[4 r + g]; and round_group, round of 32 values, which returns their sum
+//   pair_weights             words that dot and dot_low multiply pairs of products by: integers[i / 4] for lane i
+// and for the GEMM, whose lanes are outputs (kernels/byte_gemm-inl.h):
+//   kOutputs, kInputRows     lanes of a vector of Outputs; rows of X whose sums for two of them stay in registers
+//   place_inputs             32 values of X as Inputs, four a piece; round_group rounds them, and returns their sum
+//                            where there is kOffset
+//   add_products             sums[i] + the products of four bytes of lane i, in load_outputs' order, and one of Inputs
+//   all_outputs, to_float    the same value in all lanes; lanes as floats
+//   columns_of_four          out[16 g + r] = in[4 r + g]
 struct VnniCodes {
-  static constexpr int kOffset = 128;
-  static constexpr bool kOutputLanes = true;
+  static constexpr int kOffset = 128, kOutputs = 16, kInputRows = 6;
   using Bytes = __m512i;
   using Sums = __m512;
 
@@ -63,11 +68,12 @@ struct VnniCodes {
     const __m512i rows = _mm512_set_epi32(12, 8, 4, 0, 12, 8, 4, 0, 12, 8, 4, 0, 12, 8, 4, 0);
     return _mm512_permutexvar_ps(of_row ? _mm512_add_epi32(groups, rows) : groups, _mm512_load_ps(values));
   }
-  static Bytes all_lanes(const void* dword) {
-    int32_t value;
-    __builtin_memcpy(&value, dword, sizeof value);
-    return _mm512_set1_epi32(value);
-  }
+  using Outputs = __m512i;
+  using Inputs = int32_t;
+  static Outputs all_outputs(int32_t value) { return _mm512_set1_epi32(value); }
+  static Outputs load_outputs(const void* p) { return _mm512_loadu_si512(p); }
+  static Outputs add_products(Outputs sums, Outputs values, Inputs x) { return dot(sums, values, all_outputs(x)); }
+  static void place_inputs(const int8_t* bytes, Inputs* out) { __builtin_memcpy(out, bytes, 32); }
   static int32_t round_group(const bf16* x, float factor, int8_t* out) {
     const __m512i first = whole(x, factor), second = whole(x + 16, factor);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(first));

@@ -12,7 +12,7 @@ namespace ktft {
 // The ISA is a parameter so that ISAs share no code.
 template <class Isa>
 struct MaddCodes {
-  static constexpr int kOffset = 0;
+  static constexpr int kOffset = 0, kOutputs = 8, kInputRows = 3;
   struct Bytes {
     __m256i half[2];
   };
@@ -40,22 +40,64 @@ struct MaddCodes {
     return low_values(table, each(codes, [](__m256i v) { return _mm256_srli_epi16(v, 4); }));
   }
   static Bytes values(const Bytes& codes) { return codes; }
-  static Bytes dot(const Bytes& sums, const Bytes& values, const Bytes& x) {
+  static Bytes ones() { return {{_mm256_set1_epi16(1), _mm256_set1_epi16(1)}}; }
+  // Words, which `dot` multiplies pairs of products by: those of bytes 16 g to 16 g + 15 are integers[g].
+  static Bytes pair_weights(const uint8_t* integers) {
+    int32_t all;
+    __builtin_memcpy(&all, integers, sizeof all);
+    const __m256i words = _mm256_setr_epi32(0x80008000, 0x80008000, 0x80008000, 0x80008000,  //
+                                            0x80018001, 0x80018001, 0x80018001, 0x80018001);
+    return {{_mm256_shuffle_epi8(_mm256_set1_epi32(all), words),
+             _mm256_shuffle_epi8(_mm256_set1_epi32(all), _mm256_add_epi8(words, _mm256_set1_epi16(2)))}};
+  }
+  static Bytes dot(const Bytes& sums, const Bytes& values, const Bytes& x, const Bytes& weights = ones()) {
     Bytes out;
     for (int i = 0; i < 2; i++) {
       const __m256i pairs =
           _mm256_maddubs_epi16(_mm256_abs_epi8(x.half[i]), _mm256_sign_epi8(values.half[i], x.half[i]));
-      out.half[i] = _mm256_add_epi32(sums.half[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+      out.half[i] = _mm256_add_epi32(sums.half[i], _mm256_madd_epi16(pairs, weights.half[i]));
     }
     return out;
   }
-  static Bytes dot_low(const Bytes& sums, const Bytes& values, const Bytes& x) {
+  static Bytes dot_low(const Bytes& sums, const Bytes& values, const Bytes& x, const Bytes& weights = ones()) {
     Bytes out;
     for (int i = 0; i < 2; i++) {
       const __m256i pairs = _mm256_maddubs_epi16(x.half[i], values.half[i]);
-      out.half[i] = _mm256_add_epi32(sums.half[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+      out.half[i] = _mm256_add_epi32(sums.half[i], _mm256_madd_epi16(pairs, weights.half[i]));
     }
     return out;
+  }
+  // Four columns of X, whose sign and magnitude are multiplied apart.
+  using Outputs = __m256i;
+  struct Inputs {
+    int32_t signed_four, magnitudes;
+  };
+  static Outputs all_outputs(int32_t value) { return _mm256_set1_epi32(value); }
+  static Outputs load_outputs(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+  static Outputs add_products(Outputs sums, Outputs values, const Inputs& x) {
+    const __m256i signed_values = _mm256_sign_epi8(values, _mm256_set1_epi32(x.signed_four));
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi32(x.magnitudes), signed_values);
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  static __m256 to_float(Outputs sums) { return _mm256_cvtepi32_ps(sums); }
+  static void place_inputs(const int8_t* bytes, Inputs* out) {
+    const __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes)), magnitudes = _mm256_abs_epi8(all);
+    const __m256i first = _mm256_unpacklo_epi32(all, magnitudes), second = _mm256_unpackhi_epi32(all, magnitudes);
+    __m256i* const to = reinterpret_cast<__m256i*>(out);
+    _mm256_storeu_si256(to, _mm256_permute2x128_si256(first, second, 0x20));
+    _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(first, second, 0x31));
+  }
+  static int32_t round_group(const bf16* x, float factor, int8_t* out) {
+    round(x, factor, out), round(x + 16, factor, out + 16);
+    return 0;  // of no use without an offset
+  }
+  static void columns_of_four(const float* in, float* out) {
+    for (int r = 0; r < 16; r += 4, in += 16) {
+      __m128 a = _mm_load_ps(in), b = _mm_load_ps(in + 4), c = _mm_load_ps(in + 8), d = _mm_load_ps(in + 12);
+      _MM_TRANSPOSE4_PS(a, b, c, d);
+      _mm_store_ps(out + r, a), _mm_store_ps(out + 16 + r, b), _mm_store_ps(out + 32 + r, c);
+      _mm_store_ps(out + 48 + r, d);
+    }
   }
   static Bytes times_128(const Bytes& lanes) {
     return each(lanes, [](__m256i v) { return _mm256_slli_epi32(v, 7); });

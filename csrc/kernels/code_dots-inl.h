@@ -1,9 +1,9 @@
 // Dot products of rows of W with a few rows of X, computed on bytes, for W in a 4-bit format or int8. X is in fixed
 // point, of 15 bits in two terms or of 8 in one, the sums of a group are exact, and the group's scales multiply them.
 //
-// 4-bit codes become integers by one look-up: decoding 128 weights takes six instructions, the products of one token
-// ten. The rounding of a weight to bf16, which is part of these formats, is left out. The difference is up to 2^-9 of a
-// weight, at random, which is 0.1% of an output. int8's codes are the integers, and nothing is left out.
+// 4-bit codes become integers by one look-up: with AVX-512 decoding 128 weights takes six instructions, the products of
+// one token ten. The rounding of a weight to bf16, which is part of these formats, is left out. The difference is up to
+// 2^-9 of a weight, at random, which is 0.1% of an output. int8's codes are the integers, and nothing is left out.
 #pragma once
 
 #include <algorithm>
@@ -24,15 +24,21 @@ constexpr bool kDotsCodes = requires { typename V::Codes; } &&
 template <class V, class Codec>
 constexpr bool kDotsBytes = kDotsCodes<V, Codec> && !kHasTiles<V> && requires { Codec::kWholeValues; };
 
+// Whether the scales of W's groups are integers that multiply pairs of products, which is free where pairs are
+// multiplied by ones otherwise. Only X's scales are left, the same for all rows of W.
+template <class V, class Codec>
+constexpr bool kWeighsPairs = requires { V::Codes::pair_weights(nullptr); } && requires { Codec::kLargestSub; };
+
 // Columns of one token in the order of a tile's bytes, x = scale * (128 terms[0] + terms[1]), or x = scale * terms[0]
 // if that is all. `start` subtracts the 128 that is added to the values of W:
 //   W . X of lane i = scale * (128 (start[i] + values . terms[0]) + values . terms[1])
-// A tile of 4-bit codes has 128 columns: [0] is multiplied by the low halves of its bytes, [1] by the high halves, and
-// scales[i] is that of group i % 4, for four rows of W's scales. A tile of int8 has 64 columns, and scales[i] is that
-// of lane i.
-template <int kBytes, int kParts>
+// A tile of 4-bit codes has 128 columns: [0] is multiplied by the low halves of its bytes, [1] by the high halves. A
+// tile of int8 has 64 columns. scales[i] is that of lane i, or, not by lanes, that of group i % 4, for four rows of W's
+// scales.
+template <int kBytes, int kParts, bool kOfLanes>
 struct alignas(64) FixedPoint {
   static constexpr int kPlanes = kBytes, kTerms = kParts, kCols = kBytes * kRowBytes;
+  static constexpr bool kByLanes = kOfLanes;
   int8_t terms[kParts][kBytes][kRowBytes];
   int32_t start[16];
   float scales[16];
@@ -40,8 +46,9 @@ struct alignas(64) FixedPoint {
 constexpr int kExact = 2, kBytesOnly = 1;  // terms
 template <class V, class Codec>
 constexpr int kTermsOfBytes = kDotsBytes<V, Codec> ? kBytesOnly : kExact;  // where a call asks for 8 bits
-template <class Codec, int kTerms = kExact>
-using FixedPointOf = FixedPoint<info(Codec::kFormat).tile_cols / kRowBytes, kTerms>;
+template <class V, class Codec, int kTerms = kExact>
+using FixedPointOf = FixedPoint<info(Codec::kFormat).tile_cols / kRowBytes, kTerms,
+                                Codec::kFormat == Format::kInt8 || kWeighsPairs<V, Codec>>;
 
 // The same values in registers.
 template <class Codes, int kPlanes, int kTerms>
@@ -58,14 +65,23 @@ struct Planes {
     }
     return sum;
   }
+
+  // The same with pairs of products times the weights. |sum| < 2^31: 8 products of 127 * 128, times 64 * 128.
+  Bytes weighed_dot(const Bytes& first, const Bytes& second, const Bytes& weights) const {
+    const Bytes upper = kTerms == kExact ? Codes::times_128(weights) : weights;
+    Bytes sum = Codes::dot(Codes::dot(start, first, terms[0][0], upper), second, terms[0][1], upper);
+    if constexpr (kTerms == kExact)
+      sum = Codes::dot_low(Codes::dot_low(sum, first, terms[1][0], weights), second, terms[1][1], weights);
+    return sum;
+  }
 };
 
-template <class Codes, int kPlanes, int kTerms>
-Planes<Codes, kPlanes, kTerms> planes_of(const FixedPoint<kPlanes, kTerms>& x) {
-  Planes<Codes, kPlanes, kTerms> out;
-  out.start = Codes::load(x.start);
-  for (int i = 0; i < kTerms; i++)
-    for (int plane = 0; plane < kPlanes; plane++) out.terms[i][plane] = Codes::load(x.terms[i][plane]);
+template <class Codes, class X>
+Planes<Codes, X::kPlanes, X::kTerms> planes_of(const X& x) {
+  Planes<Codes, X::kPlanes, X::kTerms> out{};
+  if constexpr (Codes::kOffset != 0) out.start = Codes::load(x.start);
+  for (int i = 0; i < X::kTerms; i++)
+    for (int plane = 0; plane < X::kPlanes; plane++) out.terms[i][plane] = Codes::load(x.terms[i][plane]);
   return out;
 }
 
@@ -99,14 +115,15 @@ static inline GroupScale byte_scale(int largest_magnitude) {
 }
 
 // Places a group's integers where its codes are in a tile: 4-bit codes of columns i and 16 + i share a byte.
-template <class Codes, int kPlanes, int kTerms>
-void place_group(const bf16* x, int group, FixedPoint<kPlanes, kTerms>& out) {
+template <class Codes, class X>
+void place_group(const bf16* x, int group, X& out) {
+  constexpr int kPlanes = X::kPlanes, kTerms = X::kTerms, kLanes = 16 / (X::kCols / kGroup);
   const int largest = Codes::largest_magnitude(x);
   const GroupScale found = kTerms == kExact ? fixed_scale(largest) : byte_scale(largest);
-  if constexpr (kPlanes == 2)
-    for (int row = 0; row < 4; row++) out.scales[row * 4 + group] = found.scale;
+  if constexpr (X::kByLanes)
+    std::fill_n(out.scales + group * kLanes, kLanes, found.scale);
   else
-    std::fill_n(out.scales + group * 8, 8, found.scale);
+    for (int row = 0; row < 4; row++) out.scales[row * 4 + group] = found.scale;
   for (int half = 0; half < 2; half++) {
     const int plane = kPlanes == 2 ? half : 0, at = kPlanes == 2 ? group * 16 : group * kGroup + half * 16;
     if (!found.factor)
@@ -119,11 +136,11 @@ void place_group(const bf16* x, int group, FixedPoint<kPlanes, kTerms>& out) {
 }
 
 // Converts one row, whose groups of 32 columns are `stride` elements apart; columns beyond its last one become zeros.
-template <class V, int kPlanes, int kTerms>
-void fix_row(const bf16* at, int cols, int stride, FixedPoint<kPlanes, kTerms>* out) {
+template <class V, class X>
+void fix_row(const bf16* at, int cols, int stride, X* out) {
   using Codes = typename V::Codes;
   alignas(64) constexpr bf16 kNothing[kGroup] = {};
-  constexpr int kCols = FixedPoint<kPlanes, kTerms>::kCols, kAdded = kTerms == kExact ? 1 : Codes::kOffset;
+  constexpr int kCols = X::kCols, kAdded = X::kTerms == kExact ? 1 : Codes::kOffset;
   alignas(64) uint8_t bytes[kRowBytes];
   std::fill_n(bytes, kRowBytes, uint8_t(1));
   const auto ones = Codes::load(bytes);
@@ -149,9 +166,9 @@ __attribute__((noinline)) void dot_tile(const uint8_t* tile, const X* const* x, 
                                         float* sums) {
   using Codes = typename V::Codes;
   constexpr int kPlanes = X::kPlanes, kBytes = info(Codec::kFormat).tile_bytes;
-  constexpr bool kNibbles = kPlanes == 2;
+  constexpr bool kNibbles = kPlanes == 2, kWeighs = kWeighsPairs<V, Codec>;
   alignas(64) float scales[M][kTileRows * 4];
-  if constexpr (kNibbles) {
+  if constexpr (kNibbles && !kWeighs) {
     alignas(64) float own[kTileRows * 4];
     for (int i = 0; i < kTileRows * 4; i++) own[i] = Codec::template group_scale<V>(tile, i);
     for (int t = 0; t < M; t++)
@@ -170,9 +187,17 @@ __attribute__((noinline)) void dot_tile(const uint8_t* tile, const X* const* x, 
     const auto codes = Codes::load(tile + r * kRowBytes);
     if constexpr (kNibbles) {
       const auto first = Codes::low_values(table, codes), second = Codes::high_values(table, codes);
+      if constexpr (kWeighs) {
+        const auto weights = Codes::pair_weights(tile + kCodeBytes + r * 4);
 #pragma GCC unroll 4
-      for (int t = 0; t < M; t++)
-        Codes::add_scaled(sums + (r * all + t) * 16, planes[t].dot(first, second), scales[t] + r * 4);
+        for (int t = 0; t < M; t++)
+          Codes::add_scaled_lanes(sums + (r * all + t) * 16, planes[t].weighed_dot(first, second, weights),
+                                  x[t]->scales);
+      } else {
+#pragma GCC unroll 4
+        for (int t = 0; t < M; t++)
+          Codes::add_scaled(sums + (r * all + t) * 16, planes[t].dot(first, second), scales[t] + r * 4);
+      }
     } else {
       const auto values = Codes::values(codes);
 #pragma GCC unroll 4

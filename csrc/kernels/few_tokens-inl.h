@@ -156,10 +156,14 @@ void dot_codes_strip(const PackedMatrix& w, int strip, const X* const* x, int to
       for (int i = 0; i < kTileRows * 4; i++) results[(i / 16 * 4 + i % 4) * tokens + t] += sums[t * kTileRows * 4 + i];
     return;
   }
-  for (int i = 0; i < kTileRows * tokens; i++) {
-    typename V::F sum = V::zero();
-    for (int lane = 0; lane < 16; lane += V::kWidth) sum = V::add(sum, V::load(sums + i * 16 + lane));
-    results[i] += V::sum(sum);
+  for (int i = 0; i < kTileRows * tokens; i += 4) {
+    typename V::F of[4];
+    for (int k = 0; k < 4; k++) {
+      of[k] = V::load(sums + (i + k) * 16);
+      for (int lane = V::kWidth; lane < 16; lane += V::kWidth)
+        of[k] = V::add(of[k], V::load(sums + (i + k) * 16 + lane));
+    }
+    V::add_sums(results + i, of[0], of[1], of[2], of[3]);
   }
 }
 
@@ -188,7 +192,7 @@ constexpr int kMostDotTokens = [] {
 template <class V, class Codec, int kTerms>
   requires(kMostDotTokens<V, Codec> > 0)
 void few_tokens_forward(const GemmArgs& a) {
-  using X = FixedPointOf<Codec, kTerms>;
+  using X = FixedPointOf<V, Codec, kTerms>;
   const int tokens = a.tokens;
   bf16* const panel = reinterpret_cast<bf16*>(a.scratch);
   bf16* const low_rank = panel + kDotPieces * kPieceElements;
@@ -221,7 +225,7 @@ void few_tokens_forward(const GemmArgs& a) {
     }
     const GemmTerm* const next = i + 1 < a.count ? &a.terms[i + 1] : nullptr;
     const DotAhead further{w.tile((term.out_begin + a.out_count) / kTileRows, 0),
-                           next ? next->w->tile(next->out_begin / kTileRows, 0) : nullptr,
+                           next ? next->w->tile(next->out_begin / kTileRows, 0) : a.next,
                            pairs ? kPairAhead<Codec> : kDotAhead};
     for (int out = 0; out < a.out_count; out += kTileRows) {
       float results[kTileRows * kMostDots] = {};

@@ -68,7 +68,8 @@ struct GemmArgs {
   int out_count;  // outputs of each term, a multiple of 32; in forward, all terms together have at most kMaxOutputs
   int tokens;     // X and L must be readable up to the next multiple of kRowPad; the padding rows are ignored
   char* scratch;  // kGemmScratch bytes, 64-byte aligned
-  int activation_bits = 16;  // 8: forward products of codes round X to int8, where StripKernels::bytes says so
+  int activation_bits = 16;       // 8: forward products of codes round X to int8, where StripKernels::bytes says so
+  const uint8_t* next = nullptr;  // the strip of weights that this thread reads after those of the call; or null
 };
 // Holds decoded panels and spare pieces.
 constexpr size_t kGemmScratch = size_t(kReductionBlock + 2 * kMaxTokens) * 64 * sizeof(bf16);

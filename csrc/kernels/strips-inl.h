@@ -9,7 +9,7 @@ namespace ktft {
 template <class V, class Codec>
 int64_t strip_row_bytes(int cols) {
   if constexpr (kDotsCodes<V, Codec>)
-    return int64_t(ceil_div(cols, info(Codec::kFormat).tile_cols)) * int64_t(sizeof(FixedPointOf<Codec>));
+    return int64_t(ceil_div(cols, info(Codec::kFormat).tile_cols)) * int64_t(sizeof(FixedPointOf<V, Codec>));
   else
     return int64_t(in_lines(size_t(cols) * sizeof(bf16)));
 }
@@ -17,17 +17,18 @@ int64_t strip_row_bytes(int cols) {
 template <class V, class Codec>
 void place_strip_row(const bf16* row, int cols, int activation_bits, void* out) {
   if constexpr (kDotsBytes<V, Codec>)
-    if (activation_bits == 8) return fix_row<V>(row, cols, kGroup, static_cast<FixedPointOf<Codec, kBytesOnly>*>(out));
+    if (activation_bits == 8)
+      return fix_row<V>(row, cols, kGroup, static_cast<FixedPointOf<V, Codec, kBytesOnly>*>(out));
   if constexpr (kDotsCodes<V, Codec>)
-    fix_row<V>(row, cols, kGroup, static_cast<FixedPointOf<Codec>*>(out));
+    fix_row<V>(row, cols, kGroup, static_cast<FixedPointOf<V, Codec>*>(out));
   else
     std::memcpy(out, row, size_t(cols) * sizeof(bf16));
 }
 
 template <class V, class Codec, int kTerms>
 void code_strip(const StripArgs& a, const DotAhead& further, float* by_output) {
-  const FixedPointOf<Codec, kTerms>* rows[kFewRows];
-  for (int t = 0; t < a.tokens; t++) rows[t] = static_cast<const FixedPointOf<Codec, kTerms>*>(a.rows[t]);
+  const FixedPointOf<V, Codec, kTerms>* rows[kFewRows];
+  for (int t = 0; t < a.tokens; t++) rows[t] = static_cast<const FixedPointOf<V, Codec, kTerms>*>(a.rows[t]);
   dot_codes_strip<V, Codec>(*a.w, a.strip, rows, a.tokens, further, by_output);
 }
 

@@ -15,6 +15,11 @@ GemmTerm term_at(int col, const PackedMatrix& w, const bf16* x, float* c) {
   return {.w = &w, .out_begin = col, .x = x, .lora_begin = col, .c = c};
 }
 
+// The strip of output `at`, or null behind the last one and where another thread may read it.
+const uint8_t* next_strip(const Call& call, const PackedMatrix& w, int at) {
+  return call.by_expert && at < w.rows ? w.tile(at / kTileRows, 0) : nullptr;
+}
+
 float* results(Scratch& scratch, const RowChunk& rows, int cols) {
   return scratch.take<float>(size_t(pad_rows(rows.rows)) * cols);
 }
@@ -140,6 +145,8 @@ void ForwardSteps::gate_up_block(int node, const RowChunk& rows, int block, Scra
     set_lora(call, lora, p, act.low_rank[int(p)], node, rows, b[i], args.terms[i]);
   }
   float* const spare = call.dims.counts.adapters > 1 ? results(scratch, rows, cols) : nullptr;
+  args.next = next_strip(call, matrix[0], col + cols);
+  if (!args.next) args.next = next_strip(call, w.matrix(node, rows.expert, kDown), 0);
   product(call, args, act.int8_x, rows, scratch);
   for (int i = 0; i < count; i++)
     add_other_loras(call, lora, inputs[i], act.low_rank[int(inputs[i])], node, rows, args.terms[i], args, spare);
@@ -174,8 +181,11 @@ void ForwardSteps::down_block(int node, const RowChunk& rows, int block, bf16* y
   const LowRank& low_rank = act.nodes[node].down;
   set_lora(call, lora, kDown, low_rank, node, rows, b, term);
   float* const spare = call.dims.counts.adapters > 1 ? results(scratch, rows, cols) : nullptr;
-  const GemmArgs args{
-      .terms = {term}, .out_count = cols, .tokens = rows.rows, .scratch = scratch.take<char>(kGemmScratch)};
+  const GemmArgs args{.terms = {term},
+                      .out_count = cols,
+                      .tokens = rows.rows,
+                      .scratch = scratch.take<char>(kGemmScratch),
+                      .next = next_strip(call, matrix, col + cols)};
   product(call, args, act.nodes[node].int8_h, rows, scratch);
   add_other_loras(call, lora, kDown, low_rank, node, rows, term, args, spare);
   call.vec().store_rows(Pass::kForward, rows.rows, cols, c, affine_at(matrix, col),

@@ -248,7 +248,7 @@ class ExpertLayer:
             activation_bits: 16; or 8, which is faster and less exact, and needs activation `none`. With tiles it
                 quantizes hidden states and SiLU's output to int8 token by token (about 2% more error) and needs
                 AMX-INT8 and format `int8`. Without tiles it rounds them by groups of 32 columns (0.5% more error) and
-                needs a 4-bit format; ISAs other than AVX-512 BF16 do so in products of up to 12 rows alone.
+                needs a 4-bit format; AVX-512 without BF16 does so in products of up to 12 rows alone.
             out: a contiguous tensor like `hidden_states` for the sum; by default a new one.
 
         Returns:
