@@ -17,20 +17,30 @@ SMALL = AttentionSizes(4, 2, 32, 32)
 TOLERANCE = 4e-3  # outputs are bf16
 
 
-def placed(keys: Tensor, values: Tensor) -> Tensor:
+def placed(keys: Tensor, values: Tensor, pairs: bool = False) -> Tensor:
     """A block's keys and values `[kv_heads, block_size, head_size]` as the cache has them."""
     heads, block, size = keys.shape
-    return torch.cat((keys.transpose(1, 2).reshape(heads, -1), values.reshape(heads, -1)), 1).view(
-        heads, block, 2 * size
-    )
+    if pairs:
+        keys = keys.reshape(heads, -1, 16, size // 2, 2).transpose(2, 3)
+        values = values.reshape(heads, block // 2, 2, -1, 16).permute(0, 3, 1, 4, 2)
+    else:
+        keys = keys.transpose(1, 2)
+    return torch.cat((keys.reshape(heads, -1), values.reshape(heads, -1)), 1).view(heads, block, 2 * size)
 
 
 class Contexts:
     """Requests with contexts of some lengths in a cache, whose other places hold NaN."""
 
     def __init__(
-        self, lengths: tuple[int, ...], heads: int = 4, kv_heads: int = 2, size: int = 32, block: int = 32
+        self,
+        lengths: tuple[int, ...],
+        heads: int = 4,
+        kv_heads: int = 2,
+        size: int = 32,
+        block: int = 32,
+        pairs: bool = False,
     ) -> None:
+        self.pairs = pairs
         generator = torch.Generator().manual_seed(7)
         counts = [-(-length // block) for length in lengths]
         order = torch.randperm(sum(counts) + 3, generator=generator).to(torch.int32).split([*counts, 3])
@@ -45,7 +55,7 @@ class Contexts:
             whole[:, :, :length] = torch.randn(2, kv_heads, length, size, generator=generator)
             keys, values = whole.bfloat16()
             for number, part, of in zip(blocks, keys.split(block, 1), values.split(block, 1), strict=True):
-                self.cache[number] = placed(part, of)
+                self.cache[number] = placed(part, of, pairs)
             self.keys.append(keys[:, :length].float())
             self.values.append(values[:, :length].float())
 
@@ -62,28 +72,33 @@ class Contexts:
 
     def run(self, attention: DecodeAttention) -> Tensor:
         out = torch.full(self.query.shape, torch.nan, dtype=torch.bfloat16)
-        return attention(self.query, KvCache(self.cache), DecodeStep(self.table, self.lengths), out)
+        return attention(self.query, KvCache(self.cache, self.pairs), DecodeStep(self.table, self.lengths), out)
 
 
+each_layout = pytest.mark.parametrize("pairs", [False, True])
+
+
+@each_layout
 @pytest.mark.parametrize("isa", ISAS)
-def test_attention(isa: str) -> None:
+def test_attention(isa: str, pairs: bool) -> None:
     for threads, heads, kv_heads, size, block in (
         (1, 4, 2, 32, 32),
         (3, 16, 1, 80, 16),
         (2, 7, 7, 128, 128),
         (2, 13, 1, 64, 256),
     ):
-        contexts = Contexts(LENGTHS, heads, kv_heads, size, block)
+        contexts = Contexts(LENGTHS, heads, kv_heads, size, block, pairs)
         runtime = native.runtime(isa=isa, threads=threads)
         found = contexts.run(DecodeAttention(runtime, AttentionSizes(heads, kv_heads, size, block), size**-0.5))
         assert relative(found, contexts.expected(size**-0.5)) < TOLERANCE
 
 
-def test_one_long_context_in_parts_with_a_window_and_sinks() -> None:
+@each_layout
+def test_one_long_context_in_parts_with_a_window_and_sinks(pairs: bool) -> None:
     runtime, sinks = native.runtime(threads=3), torch.tensor([0.5, -40.0, 9.0, 2.0])
     for lengths in ((3000,), (700, 3, 1500)):
-        contexts = Contexts(lengths)
-        for window in (0, 1, 50, 1300):
+        contexts = Contexts(lengths, pairs=pairs)
+        for window in (0, 1, 50, 51, 1300):
             for sink in (None, sinks):
                 found = contexts.run(DecodeAttention(runtime, SMALL, 0.3, window, sink))
                 assert relative(found, contexts.expected(0.3, window, sink)) < TOLERANCE, (lengths, window)
@@ -96,20 +111,21 @@ def test_large_scores_stay_finite() -> None:
     assert relative(found, contexts.expected(1.0)) < TOLERANCE
 
 
+@each_layout
 @pytest.mark.parametrize("isa", ISAS)
-def test_nan_stays(isa: str) -> None:
+def test_nan_stays(isa: str, pairs: bool) -> None:
     """One NaN in a query, a key or a value: of the heads that read it, and of no others."""
     size, block = 32, 16
     for lengths, at in (((5,), 4), ((40,), 17), ((600,), 333)):
         for place in ("query", "key", "value"):
-            contexts = Contexts(lengths, 4, 2, size, block)
+            contexts = Contexts(lengths, 4, 2, size, block, pairs)
             if place == "query":
                 contexts.query[0, 1, 3] = torch.nan
             else:
                 number = int(contexts.table[0, at // block])
                 keys, values = torch.zeros(2, 2, block, size)
                 (keys if place == "key" else values)[1, at % block] = torch.nan
-                contexts.cache[number] += placed(keys, values).bfloat16()
+                contexts.cache[number] += placed(keys, values, pairs).bfloat16()
             runtime = native.runtime(isa=isa, threads=2)
             found = contexts.run(DecodeAttention(runtime, AttentionSizes(4, 2, size, block), 0.3)).isnan()[0]
             heads = [head in ((1,) if place == "query" else (2, 3)) for head in range(4)]
@@ -205,15 +221,17 @@ class Block:
         return done[0], done[1], done[2]
 
 
+@each_layout
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("norms", "rotary"), [(True, 48), (True, 32), (False, 16), (False, 0)])
-def test_block(isa: str, norms: bool, rotary: int) -> None:
+def test_block(isa: str, norms: bool, rotary: int, pairs: bool) -> None:
     """Prompts whose tokens are written at once, then a token of each request through the whole block."""
     block, lengths = Block(norms, rotary), (1, 16, 40)
     heads, whole = block.native(isa)
     generator = torch.Generator().manual_seed(5)
     table = torch.randperm(12, generator=generator).view(3, 4).to(torch.int32)
     cache = torch.full((12, block.kv_heads, 16, 2 * block.size), torch.nan, dtype=torch.bfloat16)
+    kept_in = KvCache(cache, pairs)
     x, expected = [], []
     for row, length in zip(table, lengths, strict=True):
         states = torch.randn(length, block.hidden, generator=generator).bfloat16()
@@ -223,11 +241,13 @@ def test_block(isa: str, norms: bool, rotary: int) -> None:
         if length > 1:
             written = rows[:-1].clone()
             slots[0], first = -1, slots[0].item()  # a token that is not kept, then the same again
-            heads.write(written, at[:-1], slots[:-1], KvCache(cache))
+            heads.write(written, at[:-1], slots[:-1], kept_in)
             kept = cache[first // 16].view(block.kv_heads, 32, block.size)[:, 16:]
+            if pairs:
+                kept = kept.view(block.kv_heads, -1, 8, 16, 2).permute(0, 2, 4, 1, 3).reshape(kept.shape)
             assert kept[:, first % 16].isnan().all() and not kept[:, first % 16 + 1].isnan().any()
             slots[0] = first
-            heads.write(rows[:-1].clone(), at[:-1], slots[:-1], KvCache(cache))
+            heads.write(rows[:-1].clone(), at[:-1], slots[:-1], kept_in)
             assert relative(written.view(length - 1, -1, block.size)[:, : block.heads], q[:-1]) < TOLERANCE
         share = block.heads // block.kv_heads
         keys, values = (each.float().repeat_interleave(share, 1) for each in (k, v))
@@ -238,7 +258,7 @@ def test_block(isa: str, norms: bool, rotary: int) -> None:
     last = torch.tensor(lengths) - 1
     slots = table[torch.arange(3), last // 16].long() * 16 + last % 16
     step = DecodeStep(table, torch.tensor(lengths, dtype=torch.int32), last, slots)
-    assert relative(whole(torch.stack(x), KvCache(cache), step), torch.stack(expected)) < 2 * TOLERANCE
+    assert relative(whole(torch.stack(x), kept_in, step), torch.stack(expected)) < 2 * TOLERANCE
 
 
 def test_block_refusals() -> None:

@@ -86,6 +86,7 @@ void DecodeAttention::run(Runtime& runtime, const KvCache& cache, const DecodeTo
                .query = in.query + r * in.query_stride + task % kv_heads * group * head_size,
                .scale = scale,
                .cache = cache.keys + task % kv_heads * cache.head_stride,
+               .pairs = cache.pairs,
                .block_stride = cache.block_stride,
                .blocks = in.block_table + r * in.table_stride,
                .begin = begin,

@@ -1,10 +1,26 @@
 #include "attention/heads.h"
 
-#include <cstring>
-
 #include "base/check.h"
 
 namespace ktft {
+namespace {
+
+// Where column d of the token at `place` in a block is, from the head's first key and its first value on.
+struct Place {
+  int place, head_size, block_size;
+  bool pairs;
+
+  int64_t key(int d) const {
+    if (!pairs) return int64_t(d) * block_size + place;
+    return int64_t(place / 16 * 16) * head_size + d / 2 * 32 + place % 16 * 2 + d % 2;
+  }
+  int64_t value(int d) const {
+    if (!pairs) return int64_t(place) * head_size + d;
+    return int64_t(d / 16 * 16) * block_size + place / 2 * 32 + d % 16 * 2 + place % 2;
+  }
+};
+
+}  // namespace
 
 void Heads::write(Runtime& runtime, const NewTokens& tokens, const KvCache& cache) const {
   for (int t = 0; t < tokens.count; t++) {
@@ -22,11 +38,14 @@ void Heads::write(Runtime& runtime, const NewTokens& tokens, const KvCache& cach
     prepare({heads, head_size, queries, query_norm, epsilon, turn, rotary});
     prepare({kv_heads, head_size, keys, key_norm, epsilon, turn, rotary});
     if (tokens.slots[t] < 0) return;
-    const int64_t block = tokens.slots[t] / block_size, place = tokens.slots[t] % block_size;
+    const Place place{int(tokens.slots[t] % block_size), head_size, block_size, cache.pairs};
     for (int h = 0; h < kv_heads; h++) {
-      bf16* const at = cache.keys + block * cache.block_stride + h * cache.head_stride;
-      for (int d = 0; d < head_size; d++) at[int64_t(d) * block_size + place] = keys[h * head_size + d];
-      std::memcpy(at + (block_size + place) * head_size, values + h * head_size, size_t(head_size) * sizeof(bf16));
+      bf16* const to = cache.keys + tokens.slots[t] / block_size * cache.block_stride + h * cache.head_stride;
+      bf16* const value = to + int64_t(block_size) * head_size;
+      for (int d = 0; d < head_size; d++) {
+        to[place.key(d)] = keys[h * head_size + d];
+        value[place.value(d)] = values[h * head_size + d];
+      }
     }
   };
   if (tokens.count == 1)

@@ -6,11 +6,14 @@
 
 namespace ktft {
 
-// A layer's keys and values, in blocks. Strides count elements.
+// A layer's keys and values, in blocks. Strides count elements. A head's part of a block is keys [head_size,
+// block_size], then values [block_size, head_size]; or, in pairs, keys [block_size / 16, head_size / 2, 16, 2], tokens
+// before columns, then values [head_size / 16, block_size / 2, 16, 2], columns before tokens.
 struct KvCache {
   bf16* keys;  // of the first head in the first block
   int64_t block_stride, head_stride;
   int blocks;
+  bool pairs;
 };
 
 // Tokens of any requests.

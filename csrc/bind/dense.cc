@@ -45,10 +45,10 @@ void bind_weights(py::module_& m) {
 
 void bind_attention(py::module_& m) {
   py::class_<KvCache>(m, "KvCache")
-      .def(py::init([](Address keys, int64_t block_stride, int64_t head_stride, int blocks) {
-             return KvCache{at<bf16>(keys), block_stride, head_stride, blocks};
+      .def(py::init([](Address keys, int64_t block_stride, int64_t head_stride, int blocks, bool pairs) {
+             return KvCache{at<bf16>(keys), block_stride, head_stride, blocks, pairs};
            }),
-           "keys"_a, "block_stride"_a, "head_stride"_a, "blocks"_a);
+           "keys"_a, "block_stride"_a, "head_stride"_a, "blocks"_a, "pairs"_a);
   py::class_<DecodeStep>(m, "DecodeStep")
       .def(py::init([](int requests, Address positions, Address slots, Address block_table, int64_t table_blocks,
                        int64_t table_stride, Address lengths) {

@@ -23,6 +23,7 @@ struct TwoRows {
   using Query = float;
   typename V::F first, second;
   TwoRows(const bf16* first, const bf16* second) : first(V::load(first)), second(V::load(second)) {}
+  explicit TwoRows(const bf16* pairs) : first(V::even(pairs)), second(V::odd(pairs)) {}
   typename V::F times(const Query* q, typename V::F sum) const {
     return V::fma(second, V::set1(q[1]), V::fma(first, V::set1(q[0]), sum));
   }
@@ -33,21 +34,28 @@ struct TwoRows<V> {
   using Query = bf16;
   typename V::In both;
   TwoRows(const bf16* first, const bf16* second) : both(V::zip(first, second)) {}
+  explicit TwoRows(const bf16* pairs) : both(V::load_in(pairs)) {}
   typename V::F times(const Query* q, typename V::F sum) const { return V::dot(sum, both, V::broadcast_pair(q)); }
 };
 template <class V>
 using Query = typename TwoRows<V>::Query;
 
-// scores[h][i] = scale q[h] · key i, for N vectors of a block's tokens, of which `keys` is the first.
-template <class V, int H, int N>
-void key_vectors(const AttentionArgs& a, const bf16* keys, const Query<V>* q, float* scores) {
+// scores[h][i] = scale q[h] · key i, for N vectors of a block's tokens, of which the first is `token`.
+template <class V, int H, int N, bool kInPairs>
+void key_vectors(const AttentionArgs& a, const bf16* keys, int token, const Query<V>* q, float* scores) {
   const int size = a.head_size;
+  const bf16* at[N];
+  for (int n = 0; n < N; n++, token += V::kWidth)
+    at[n] = keys + (kInPairs ? int64_t(token / 16 * 16) * size + token % 16 * 2 : token);
   typename V::F sums[H][N];
   for (int h = 0; h < H; h++)
     for (int n = 0; n < N; n++) sums[h][n] = V::zero();
-  for (int d = 0; d < size; d += 2, keys += 2 * a.block_size)
+  for (int d = 0; d < size; d += 2)
     for (int n = 0; n < N; n++) {
-      const TwoRows<V> rows(keys + n * V::kWidth, keys + a.block_size + n * V::kWidth);
+      const TwoRows<V> rows = [&] {
+        if constexpr (kInPairs) return TwoRows<V>(at[n] + d * 16);
+        return TwoRows<V>(at[n] + d * a.block_size, at[n] + (d + 1) * a.block_size);
+      }();
       for (int h = 0; h < H; h++) sums[h][n] = rows.times(q + h * size + d, sums[h][n]);
     }
   const typename V::F scale = V::set1(a.scale);
@@ -55,40 +63,53 @@ void key_vectors(const AttentionArgs& a, const bf16* keys, const Query<V>* q, fl
     for (int n = 0; n < N; n++) V::store(scores + h * kScoreRow + n * V::kWidth, V::mul(sums[h][n], scale));
 }
 
-// The same for so many tokens, rounded up to whole vectors.
-template <class V, int H>
-void key_scores(const AttentionArgs& a, const bf16* keys, const Query<V>* q, int tokens, float* scores) {
-  int token = 0;
-  for (; token + V::kWidth < tokens; token += 2 * V::kWidth) key_vectors<V, H, 2>(a, keys + token, q, scores + token);
-  if (token < tokens) key_vectors<V, H, 1>(a, keys + token, q, scores + token);
+// The same for the tokens from `first`, a multiple of 16, to `end`, rounded up to whole vectors.
+template <class V, int H, bool kInPairs>
+void key_scores(const AttentionArgs& a, const bf16* keys, int first, int end, const Query<V>* q, float* scores) {
+  int token = first;
+  for (; token + V::kWidth < end; token += 2 * V::kWidth)
+    key_vectors<V, H, 2, kInPairs>(a, keys, token, q, scores + token - first);
+  if (token < end) key_vectors<V, H, 1, kInPairs>(a, keys, token, q, scores + token - first);
 }
 
-// sums[h] = factors[h] sums[h] + values weighted with weights[h], of so many tokens, in N vectors of columns. Weights
-// stay fp32, as they do in vLLM's kernel for this layout.
-template <class V, int H, int N>
-void value_vectors(const AttentionArgs& a, const bf16* values, const float* weights, int tokens, const float* factors,
-                   float* sums) {
+// sums[h] = factors[h] sums[h] + values weighted with weights[h], of a block's tokens from `begin` to `end`, in N
+// vectors of columns from d on. Weights stay fp32, as in vLLM's kernels for plain layouts.
+template <class V, int H, int N, bool kInPairs>
+void value_vectors(const AttentionArgs& a, const bf16* values, int begin, int end, int d, const float* weights,
+                   const float* factors, float* sums) {
   const int size = a.head_size;
+  sums += d;
   typename V::F of[H][N];
   for (int h = 0; h < H; h++)
     for (int n = 0; n < N; n++) of[h][n] = V::mul(V::load(sums + h * size + n * V::kWidth), V::set1(factors[h]));
-  for (int token = 0; token < tokens; token++, values += size)
-    for (int n = 0; n < N; n++) {
-      const typename V::F value = V::load(values + n * V::kWidth);
-      for (int h = 0; h < H; h++) of[h][n] = V::fma(value, V::set1(weights[h * kScoreRow + token]), of[h][n]);
-    }
+  const auto add = [&](int token, int n, typename V::F value) {
+    for (int h = 0; h < H; h++) of[h][n] = V::fma(value, V::set1(weights[h * kScoreRow + token - begin]), of[h][n]);
+  };
+  if constexpr (kInPairs) {
+    const bf16* at[N];
+    for (int n = 0; n < N; n++, d += V::kWidth) at[n] = values + int64_t(d / 16 * 16) * a.block_size + d % 16 * 2;
+    for (int token = begin / 2 * 2; token < end; token += 2)  // places outside may hold anything, NaN too
+      for (int n = 0; n < N; n++) {
+        if (token >= begin) add(token, n, V::even(at[n] + token * 16));
+        if (token + 1 < end) add(token + 1, n, V::odd(at[n] + token * 16));
+      }
+  } else {
+    values += int64_t(begin) * size + d;
+    for (int token = begin; token < end; token++, values += size)
+      for (int n = 0; n < N; n++) add(token, n, V::load(values + n * V::kWidth));
+  }
   for (int h = 0; h < H; h++)
     for (int n = 0; n < N; n++) V::store(sums + h * size + n * V::kWidth, of[h][n]);
 }
 
 // The same in all columns.
-template <class V, int H>
-void weighted_values(const AttentionArgs& a, const bf16* values, const float* weights, int tokens, const float* factors,
-                     float* sums) {
+template <class V, int H, bool kInPairs>
+void weighted_values(const AttentionArgs& a, const bf16* values, int begin, int end, const float* weights,
+                     const float* factors, float* sums) {
   int d = 0;
   for (; d + V::kWidth < a.head_size; d += 2 * V::kWidth)
-    value_vectors<V, H, 2>(a, values + d, weights, tokens, factors, sums + d);
-  if (d < a.head_size) value_vectors<V, H, 1>(a, values + d, weights, tokens, factors, sums + d);
+    value_vectors<V, H, 2, kInPairs>(a, values, begin, end, d, weights, factors, sums);
+  if (d < a.head_size) value_vectors<V, H, 1, kInPairs>(a, values, begin, end, d, weights, factors, sums);
 }
 
 // Turns the scores of tokens [begin, end) of a row into weights exp(score - largest), and returns by what earlier sums
@@ -120,8 +141,8 @@ float softmax_weights(float* scores, int begin, int end, float& largest, float& 
   return lanes[0];
 }
 
-template <class V>
-void attention(const AttentionArgs& a) {
+template <class V, bool kInPairs>
+void attention_over(const AttentionArgs& a) {
   const int size = a.head_size, block_size = a.block_size;
   float* const scores = reinterpret_cast<float*>(a.scratch);
   float* const factors = scores + a.heads * kScoreRow;
@@ -142,16 +163,21 @@ void attention(const AttentionArgs& a) {
     const bf16* const keys = a.cache + a.blocks[block] * a.block_stride;
     const bf16* const values = keys + int64_t(block_size) * size;
     each_run<kMostHeads<V>>(a.heads, [&]<int H>(int h) {
-      key_scores<V, H>(a, keys + first, q + h * size, end - first, scores + h * kScoreRow);
+      key_scores<V, H, kInPairs>(a, keys, first, end, q + h * size, scores + h * kScoreRow);
     });
     for (int h = 0; h < a.heads; h++)
       factors[h] = softmax_weights<V>(scores + h * kScoreRow, begin - first, end - first, a.largest[h], a.total[h]);
     each_run<kMostHeads<V>>(a.heads, [&]<int H>(int h) {
-      weighted_values<V, H>(a, values + int64_t(begin) * size, scores + h * kScoreRow + begin - first, end - begin,
-                            factors + h, a.values + h * size);
+      weighted_values<V, H, kInPairs>(a, values, begin, end, scores + h * kScoreRow + begin - first, factors + h,
+                                      a.values + h * size);
     });
     token = block * block_size + end;
   }
+}
+
+template <class V>
+void attention(const AttentionArgs& a) {
+  (a.pairs ? attention_over<V, true> : attention_over<V, false>)(a);
 }
 
 }  // namespace ktft

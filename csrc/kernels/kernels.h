@@ -238,6 +238,7 @@ struct AttentionArgs {
   const bf16* query;                 // [heads, head_size]
   float scale;
   const bf16* cache;  // the keys of block 0
+  bool pairs;         // see KvCache
   int64_t block_stride;
   const int32_t* blocks;   // those of the context
   int begin, end;          // may be equal

@@ -57,12 +57,14 @@ class KvCache:
     Args:
         cache: bf16 `[blocks, kv_heads, block_size, 2 · head_size]`, where each head's part of a block is contiguous:
             keys `[head_size, block_size]`, then values `[block_size, head_size]`.
+        pairs: whether they are laid out for AMX instead: keys `[block_size / 16, head_size / 2, 16, 2]`, tokens before
+            columns, then values `[head_size / 16, block_size / 2, 16, 2]`, columns before tokens.
 
     Raises:
         ValueError: it is something else.
     """
 
-    def __init__(self, cache: Tensor) -> None:
+    def __init__(self, cache: Tensor, pairs: bool = False) -> None:
         right = cache.dim() == 4 and cache.dtype == torch.bfloat16 and cache.device == _CPU
         if not right or cache.stride()[2:] != (cache.shape[3], 1):
             raise ValueError(
@@ -70,7 +72,7 @@ class KvCache:
                 f"a block is contiguous, got {_described(cache)}"
             )
         self.block, self._cache = tuple(cache.shape[1:]), cache
-        self.handle = core.KvCache(cache.data_ptr(), cache.stride(0), cache.stride(1), cache.shape[0])
+        self.handle = core.KvCache(cache.data_ptr(), cache.stride(0), cache.stride(1), cache.shape[0], pairs)
 
 
 class DecodeStep:

@@ -89,7 +89,7 @@ def test_ktft_computes_attention_of_single_tokens(
     asked = [([3 + (7 * i + n) % 90 for i in range(n)], 0) for n in (300, 20, 129)]
     few = [(list(range(7, 7 + attention.MOST_NEW)), 0), (list(range(40, 43)), 0)]  # prompts of a few tokens
     found, prompts = {}, {}
-    for kernels in (attention.KERNELS, ()):
+    for kernels in (attention.KERNELS, {}):
         monkeypatch.setattr(attention, "KERNELS", kernels)
         with served(checkpoint, adapter_swap=False, options={"max_model_len": 512}) as server:
             found[bool(kernels)] = server.together(asked, tokens=6)
@@ -112,7 +112,6 @@ def test_vllm_computes_attention_that_differs(
         return found
 
     monkeypatch.setattr(attention._MadeUp, "by_vllm", then_moved)
-    monkeypatch.setattr(attention, "KERNELS", (*attention.KERNELS, "amx"))
     monkeypatch.setattr(attention.logger, "propagate", True)
     attention._agrees.cache_clear()
     with served(checkpoint, adapter_swap=False) as server:

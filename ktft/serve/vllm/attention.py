@@ -24,12 +24,8 @@ from ktft.native.machine import Runtime
 
 logger = init_logger("vllm.ktft")
 
-KERNELS = "vec", "vec16"
-"""vLLM's names for its kernels whose layout of the cache ktft reads.
-
-With "amx" the layout is another, and vLLM's kernel rounds weights to bf16. Answers with drafts, which vLLM's kernel
-checks in steps of several tokens, would not always be those without.
-"""
+KERNELS = {"vec": False, "vec16": False, "amx": True}
+"""vLLM's names for its kernels whose layout of the cache ktft reads -> whether keys and values lie in pairs."""
 MOST_NEW = 8
 """Tokens of one request in a step that ktft computes, each of which reads the whole context."""
 TOLERANCE = 2e-2
@@ -84,7 +80,8 @@ def _layer_attention(layer: Any, runtime: Runtime) -> LayerAttention | None:
     sizes = AttentionSizes(layer.num_heads, layer.num_kv_heads, layer.head_size, block_size)
     if not _agrees(runtime, layer.isa, sizes, window, sinks is not None):
         return None
-    return LayerAttention(DecodeAttention(runtime, sizes, impl.scale, window, sinks), KvCache(cache))
+    decode = DecodeAttention(runtime, sizes, impl.scale, window, sinks)
+    return LayerAttention(decode, KvCache(cache, KERNELS[layer.isa]))
 
 
 def keeps_own_cache(layer: Any) -> bool:
@@ -141,7 +138,7 @@ def _agrees(runtime: Runtime, isa: str, sizes: AttentionSizes, window: int, with
     sinks = made_up.drawn(sizes.heads) if with_sinks else None
     theirs = made_up.by_vllm(scale, window or -1, sinks)
     ours = DecodeAttention(runtime, sizes, scale, window, sinks)(
-        made_up.query, KvCache(made_up.cache), made_up.step, torch.empty_like(made_up.query)
+        made_up.query, KvCache(made_up.cache, KERNELS[isa]), made_up.step, torch.empty_like(made_up.query)
     )
     apart = (ours.float() - theirs.float()).abs().max().item()
     if apart < TOLERANCE and torch.equal(made_up.written_by_ktft(runtime), made_up.cache):  # false for NaN, too
@@ -186,7 +183,7 @@ class _MadeUp:
         write = Heads(runtime, self._sizes).write
         for keys, values, slots in self._written:
             qkv = torch.cat([keys.new_zeros(len(keys), heads, head_size), keys, values], 1).flatten(1)
-            write(qkv, torch.zeros_like(slots), slots, KvCache(cache))
+            write(qkv, torch.zeros_like(slots), slots, KvCache(cache, KERNELS[self._isa]))
         return cache
 
     def by_vllm(self, scale: float, window: int, sinks: Tensor | None) -> Tensor:
