@@ -24,9 +24,9 @@ namespace ktft {
 //   pair_weights             words that dot and dot_low multiply pairs of products by: integers[i / 4] for lane i
 // and for the GEMM, whose lanes are outputs (kernels/byte_gemm-inl.h):
 //   kOutputs, kInputRows     lanes of a vector of Outputs; rows of X whose sums for two of them stay in registers
-//   place_inputs             32 values of X as Inputs, four a piece; round_group rounds them, and returns their sum
-//                            where there is kOffset
-//   add_products             sums[i] + the products of four bytes of lane i, in load_outputs' order, and one of Inputs
+//   round_group              round of 32 values of X; returns their sum, where kOffset needs it
+//   place_inputs             32 rounded values as Inputs, four in each
+//   add_products             sums[i] + W's four bytes of lane i times the four of x
 //   all_outputs, to_float    the same value in all lanes; lanes as floats
 //   columns_of_four          out[16 g + r] = in[4 r + g]
 struct VnniCodes {

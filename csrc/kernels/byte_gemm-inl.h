@@ -18,10 +18,10 @@ constexpr bool kHasByteGemm = [] {
 
 // Up to two strips' reduction blocks (16 KB) and their scales stay in L1, 128 tokens' (80 or 144 KB) in L2.
 constexpr int kByteReduction = 512, kByteTokens = 128;
-constexpr int kVectors = 2;  // of outputs
+constexpr int kByteVectors = 2;  // of outputs
 
 template <class Codes>
-constexpr int kByteStrips = kVectors * Codes::kOutputs / kTileRows;
+constexpr int kByteStrips = kByteVectors * Codes::kOutputs / kTileRows;
 
 template <class Codes>
 struct ByteRow {
@@ -74,40 +74,40 @@ template <class V, int R>
 void byte_products(const BytePanel* w, const ByteRow<typename V::Codes>* x, int groups, float* c) {
   using Codes = typename V::Codes;
   constexpr int kOutputs = Codes::kOutputs, kInPanel = kTileRows / kOutputs;
-  typename V::F acc[R][kVectors];
+  typename V::F acc[R][kByteVectors];
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++)
-    for (int v = 0; v < kVectors; v++) acc[r][v] = V::load(c + r * 32 + v * kOutputs);
+    for (int v = 0; v < kByteVectors; v++) acc[r][v] = V::load(c + r * 32 + v * kOutputs);
   for (int g = 0; g < groups; g++) {
-    typename Codes::Outputs sums[R][kVectors];
+    typename Codes::Outputs sums[R][kByteVectors];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
-      for (int v = 0; v < kVectors; v++) sums[r][v] = Codes::all_outputs(x[r].starts[g]);
+      for (int v = 0; v < kByteVectors; v++) sums[r][v] = Codes::all_outputs(x[r].starts[g]);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
       const int half = i / 4, four = g % 4 * 4 + i % 4;
-      typename Codes::Outputs of_w[kVectors];
+      typename Codes::Outputs of_w[kByteVectors];
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; v++)
+      for (int v = 0; v < kByteVectors; v++)
         of_w[v] = Codes::load_outputs(w[v / kInPanel].values[g / 4][half][four] + v % kInPanel * kOutputs * 4);
 #pragma GCC unroll 6
       for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-        for (int v = 0; v < kVectors; v++)
+        for (int v = 0; v < kByteVectors; v++)
           sums[r][v] = in_register<V>(Codes::add_products(sums[r][v], of_w[v], x[r].values[g * (kGroup / 4) + i]));
     }
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
       const typename V::F scale = V::set1(x[r].scales[g]);
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; v++)
+      for (int v = 0; v < kByteVectors; v++)
         acc[r][v] = V::fma(Codes::to_float(sums[r][v]),
                            V::mul(V::load(w[v / kInPanel].scales[g] + v % kInPanel * kOutputs), scale), acc[r][v]);
     }
   }
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++)
-    for (int v = 0; v < kVectors; v++) V::store(c + r * 32 + v * kOutputs, acc[r][v]);
+    for (int v = 0; v < kByteVectors; v++) V::store(c + r * 32 + v * kOutputs, acc[r][v]);
 }
 
 // C += X W^T for all terms, which share X.
