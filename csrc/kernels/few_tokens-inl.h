@@ -26,8 +26,8 @@ constexpr int kPieceBytes = info(Codec::kFormat).tile_bytes / (info(Codec::kForm
 // Between rows of X. Without it, the tokens of one column would share a few sets of the cache.
 constexpr int kRowApart = 32;
 
-// What a call prefetches: its own rows of W, which are contiguous, then those of its next product. What follows the
-// last product belongs to another thread's work.
+// What a call prefetches: its own rows of W, which are contiguous, then those of its next product, and after the last
+// one those of the thread's next call, where that is known (GemmArgs::next).
 struct DotAhead {
   const uint8_t *end = nullptr, *next = nullptr;
   int64_t distance = kDotAhead;  // at most the bytes that come next
