@@ -34,5 +34,6 @@ inline SourceMatrix source_of(Address data, Encoding encoding, int rows, int col
 }
 
 void bind_dense(py::module_& m);  // with attention, whose projections are dense weights
+void bind_decoder(py::module_& m);
 
 }  // namespace ktft

@@ -364,6 +364,7 @@ PYBIND11_MODULE(_C, m) {
   bind_moe(m);
   bind_dense(m);
   bind_layer(m);
+  bind_decoder(m);
   bind_cuda(m);
   bind_hybrid(m);
   bind_optim(m);

@@ -21,7 +21,7 @@ struct DenseWeight {
   const float* bias;    // [rows], or null
   int activation_bits;  // 16; or 8, which rounds rows to int8 where StripKernels::bytes says so
 
-  // y [tokens, rows] = x [tokens, cols] Wᵀ, plus the bias if `biased`.
+  // y [tokens, rows] = x [tokens, cols] Wᵀ, plus the bias if `biased`. y is aligned to 64 bytes.
   void product(Runtime& runtime, const bf16* x, int tokens, bool biased, bf16* y) const;
 };
 

@@ -264,9 +264,9 @@ class AttentionBlock:
                 f"{list(qkv.shape)} and {list(out.shape)}, which do not fit"
             )
         self._runtime, self._parts = qkv.runtime, (qkv, heads, attention, out)
-        self._in, self._out, self._block = qkv.shape[1], out.shape[0], heads.sizes.block
-        self._core = core.AttentionBlock(qkv.handle, heads.handle, attention.handle, out.handle)
-        self._spare = self._core.spare_elements
+        self.hidden_sizes, self.block = (qkv.shape[1], out.shape[0]), heads.sizes.block
+        self.handle = core.AttentionBlock(qkv.handle, heads.handle, attention.handle, out.handle)
+        self._spare = self.handle.spare_elements
 
     def __call__(self, x: Tensor, cache: KvCache, step: DecodeStep) -> Tensor:
         """From hidden states, contiguous bf16 `[requests, hidden_size]`, to what is added to them, in the same shape.
@@ -274,17 +274,17 @@ class AttentionBlock:
         Raises:
             ValueError: as `Heads.write` and `DecodeAttention` do, or the step has no positions and slots.
         """
-        requests = step.requests
-        right = x.shape == (requests, self._in) and x.dtype == torch.bfloat16 and x.is_contiguous()
-        if not (right and x.device == _CPU and step.places and cache.block == self._block):
+        requests, (size, out_size) = step.requests, self.hidden_sizes
+        right = x.shape == (requests, size) and x.dtype == torch.bfloat16 and x.is_contiguous()
+        if not (right and x.device == _CPU and step.places and cache.block == self.block):
             raise ValueError(
-                f"an attention block takes bf16 [{requests}, {self._in}] in CPU memory, a step with positions and "
-                f"slots and a KV cache {list(self._block)} a block, got {_described(x)} and {list(cache.block)}"
+                f"an attention block takes bf16 [{requests}, {size}] in CPU memory, a step with positions and "
+                f"slots and a KV cache {list(self.block)} a block, got {_described(x)} and {list(cache.block)}"
             )
         spare = torch.empty(requests * self._spare, dtype=torch.bfloat16)
-        out = torch.empty(requests, self._out, dtype=torch.bfloat16)
+        out = torch.empty(requests, out_size, dtype=torch.bfloat16)
         at = x.data_ptr(), spare.data_ptr(), out.data_ptr()
-        self._core.run(self._runtime.handle, cache.handle, step.handle, *at)
+        self.handle.run(self._runtime.handle, cache.handle, step.handle, *at)
         return out
 
 

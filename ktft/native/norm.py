@@ -30,8 +30,8 @@ class HostNorm:
                 f"{list(weight.shape)} on {weight.device}"
             )
         self._runtime, self._weight = runtime.handle, weight.contiguous()
-        self._size = len(weight)
-        self._core = core.Norm(self._size, self._weight.data_ptr(), epsilon)
+        self.size = len(weight)
+        self.handle = core.Norm(self.size, self._weight.data_ptr(), epsilon)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The norm of `x`, or of `x + residual`, which `residual` then holds.
@@ -43,19 +43,19 @@ class HostNorm:
         Raises:
             ValueError: a shape, a dtype or a stride is wrong.
         """
-        right = x.shape[-1:] == (self._size,) and x.dtype == torch.bfloat16 and x.device == _CPU
+        right = x.shape[-1:] == (self.size,) and x.dtype == torch.bfloat16 and x.device == _CPU
         if residual is not None:
             like = residual.shape == x.shape and residual.dtype == x.dtype and residual.device == _CPU
             right = right and like and residual.is_contiguous()
         if not right:
             given = [x] if residual is None else [x, residual]
             raise ValueError(
-                f"a norm takes bf16 [..., {self._size}] in CPU memory, and a contiguous residual like it, got "
+                f"a norm takes bf16 [..., {self.size}] in CPU memory, and a contiguous residual like it, got "
                 + " and ".join(f"{each.dtype} {list(each.shape)} {each.stride()} on {each.device}" for each in given)
             )
         x = x.contiguous()
         out, at = torch.empty_like(x), 0 if residual is None else residual.data_ptr()
-        self._core.run(self._runtime, x.data_ptr(), at, x.numel() // self._size, out.data_ptr())
+        self.handle.run(self._runtime, x.data_ptr(), at, x.numel() // self.size, out.data_ptr())
         return out
 
 

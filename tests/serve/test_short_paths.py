@@ -11,8 +11,9 @@ from in_process import IDS, served
 from tiny import write_checkpoint
 
 from ktft import native
-from ktft.hosts.vllm import ATTENTION_FORWARD, BLOCK_FORWARD, EXPERTS_FORWARD, NORM_FORWARD
+from ktft.hosts.vllm import ATTENTION_FORWARD, BLOCK_FORWARD, EXPERTS_FORWARD, LAYER_FORWARD, NORM_FORWARD
 from ktft.native.attention import AttentionSizes
+from ktft.native.decoder import DecoderLayer
 from ktft.serve.vllm import attention
 from ktft.serve.vllm.attention_block import BLOCKS
 
@@ -97,6 +98,35 @@ def test_ktft_computes_attention_of_single_tokens(
             assert attention.decodes() == any(layer.isa in kernels for layer in shortened(server.model)["Attention"])
     assert_near(found[True], found[False])
     assert ((prompts[True] - prompts[False]).abs() < TOLERANCE).float().mean() >= 0.75
+
+
+def test_a_layer_is_one_call_in_steps_of_few_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With packed weights around the experts: to the bit what its parts give, and counted as theirs."""
+    checkpoint = write_checkpoint("qwen3moe", tmp_path / "base", head_dim=32, num_experts=32)
+    rows: list[int] = []
+    whole = DecoderLayer.__call__
+
+    def counted(layer: DecoderLayer, x: torch.Tensor, *rest: Any) -> Any:
+        rows.append(len(x))
+        return whole(layer, x, *rest)
+
+    monkeypatch.setattr(DecoderLayer, "__call__", counted)
+    found, pairs = [], []
+    with served(checkpoint, adapter_swap=False, dense_format="int8") as server:
+        layers = shortened(server.model)["Qwen3MoeDecoderLayer"]
+        assert len(layers) == server.model.config.num_hidden_layers
+        for one_call in (True, False):
+            if not one_call:
+                [LAYER_FORWARD.take_off(layer) for layer in layers]
+            before, rows[:] = server.status()["lanes"]["cpu"], []
+            found.append(answers(server))
+            after = server.status()["lanes"]["cpu"]
+            pairs.append(after["pairs"] - before["pairs"])
+            assert after["seconds"] > before["seconds"]
+            assert rows == ([2] * 5 * len(layers) if one_call else []), "the first step has the prompts"
+    for (ids, said), (own_ids, own_said) in zip(*found, strict=True):
+        assert ids == own_ids and torch.equal(said, own_said)
+    assert pairs[0] == pairs[1] > 0
 
 
 def test_vllm_computes_attention_that_differs(

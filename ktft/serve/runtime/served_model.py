@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer, KeptLora, Runtime
+from ktft.native.decoder import MoeBlock
+from ktft.native.dense import HostDense
 from ktft.serve.runtime.step_adapters import StepAdapters
 
 UNCOUNTED = 1024
@@ -24,7 +26,6 @@ class ServedExperts:
         activation_bits: see `ktft.native.ExpertLayer.forward`.
         kept: the LoRA of each adapter, by the adapter's number.
         step: which of these each token has.
-        seconds: the time that they took.
     """
 
     def __init__(self, layer: ExpertLayer, activation_bits: int = 16) -> None:
@@ -33,7 +34,22 @@ class ServedExperts:
         self.step = StepAdapters()
         self._heat = torch.zeros(layer.num_experts, dtype=torch.int64, device="cpu")
         self._uncounted: list[Tensor] = []
-        self.seconds = 0.0
+        self._seconds = 0.0
+        self._block: MoeBlock | None = None
+
+    def behind(self, router: HostDense, top_k: int, renormalize: bool) -> MoeBlock:
+        """These experts behind their router, for steps without adapters. Its work counts as theirs."""
+        self._block = MoeBlock(router, self.layer, top_k, renormalize, self._heat, self.activation_bits)
+        return self._block
+
+    def adapters_of_step(self) -> list[int]:
+        """The adapters that tokens of the step have on these experts."""
+        return [number for number in self.step.active if number in self.kept]
+
+    @property
+    def seconds(self) -> float:
+        """The time that they took."""
+        return self._seconds + (self._block.seconds if self._block else 0.0)
 
     @property
     def heat(self) -> Tensor:
@@ -53,7 +69,7 @@ class ServedExperts:
             raise ValueError(f"{self.layer.name}: hidden states are on {hidden_states.device}; they must be on the CPU")
         begin = time.perf_counter()
         inputs, bits = (hidden_states, top_k_index, top_k_weights), self.activation_bits
-        if here := [number for number in self.step.active if number in self.kept]:
+        if here := self.adapters_of_step():
             numbers = self.step.of_rows(len(hidden_states), self.layer.name)
             of = torch.full_like(numbers, -1, dtype=torch.int32)
             for place, number in enumerate(here):
@@ -61,7 +77,7 @@ class ServedExperts:
             out = self.layer.forward_adapters(*inputs, [self.kept[number] for number in here], of, bits)
         else:
             out, _ = self.layer.forward(*inputs, None, "none", activation_bits=bits)
-        self.seconds += time.perf_counter() - begin
+        self._seconds += time.perf_counter() - begin
         self._uncounted.append(top_k_index)
         if len(self._uncounted) * top_k_index.numel() >= UNCOUNTED:
             _ = self.heat

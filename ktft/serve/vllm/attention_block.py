@@ -15,7 +15,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from ktft.native.attention import STEP, AttentionBlock, Heads
+from ktft.native.attention import STEP, AttentionBlock, DecodeStep, Heads, KvCache
 from ktft.native.dense import HostDense
 from ktft.serve.runtime.served_model import current
 from ktft.serve.vllm.attention import LayerAttention, is_decode, keeps_own_cache, layer_attention, steps
@@ -29,9 +29,9 @@ BLOCKS = "Qwen2MoeAttention", "Qwen3MoeAttention", "MixtralAttention", "Glm4MoeA
 """vLLM's classes that do nothing but project, norm each head if they have norms, rotate, attend and project back."""
 
 
-def block_forward(block: Any) -> Forward | None:
-    """The forward of a block. Its layers are called without `nn.Module.__call__`, so without hooks, which vLLM's own
-    layers do not have.
+def attention_block(block: Any) -> Block | Forward | None:
+    """A block, or its forward alone where vLLM writes the KV cache. Its layers are called without `nn.Module.__call__`,
+    so without hooks, which vLLM's own layers do not have.
     """
     qkv, out = linear_product(block.qkv_proj), linear_product(block.o_proj)
     rotary, attend = block.rotary_emb, block.attn
@@ -42,7 +42,7 @@ def block_forward(block: Any) -> Forward | None:
     by_layers = _by_layers(block, norms, qkv, out)
     if not keeps_own_cache(attend) or not _computes(rotary, norms):
         return by_layers
-    return _Block(block, norms, qkv, out, by_layers).forward
+    return Block(block, norms, qkv, out, by_layers)
 
 
 def linear_product(layer: LinearBase) -> Product | None:
@@ -101,7 +101,9 @@ class _Parts:
     whole: AttentionBlock | None
 
 
-class _Block:
+class Block:
+    """An attention block whose KV cache ktft writes."""
+
     def __init__(
         self,
         block: Any,
@@ -131,30 +133,48 @@ class _Block:
             whole = AttentionBlock(qkv, heads, attention.decode, out)
         return _Parts(attention, heads, whole)
 
+    def whole_step(self, positions: Tensor, hidden_states: Tensor) -> tuple[AttentionBlock, KvCache, DecodeStep] | None:
+        """What computes a step in one call, if that is possible."""
+        if not self._is_plain() or not (found := self._find(positions, hidden_states)):
+            return None
+        parts, step, places = found
+        if parts.whole is None or not is_decode(step, hidden_states.shape[0]):
+            return None
+        return parts.whole, parts.attention.cache, steps.of(get_forward_context(), step, positions, places)
+
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        context = get_forward_context()
-        metadata, slots = context.attn_metadata, context.slot_mapping
-        name, rows, cache = self._name, hidden_states.shape[0], self._layer.kv_cache
-        if not isinstance(metadata, dict) or name not in slots or hidden_states.dtype != torch.bfloat16:
+        """What is added to hidden states."""
+        if whole := self.whole_step(positions, hidden_states):
+            block, cache, step = whole
+            return block(hidden_states.contiguous(), cache, step)
+        found = self._find(positions, hidden_states)
+        if found is None:
             return self._by_layers(positions, hidden_states)
-        step, places = metadata[name], slots[name]
-        parts = self._parts(cache.data_ptr())
-        unpadded = positions.shape == places.shape == (rows,) and step.num_actual_tokens == rows
-        if parts is None or not unpadded:
-            return self._by_layers(positions, hidden_states)
-        attention, few = parts.attention, is_decode(step, rows)
-        if few and parts.whole and self._is_plain():
-            return parts.whole(hidden_states.contiguous(), attention.cache, steps.of(context, step, positions, places))
+        parts, metadata, places = found
+        attention, rows = parts.attention, hidden_states.shape[0]
         qkv = self._qkv(hidden_states)
         parts.heads.write(qkv, positions, places, attention.cache)
         heads, kv_heads, size, _ = astuple(attention.decode.sizes)
         q, k, v = qkv.view(rows, -1, size).split([heads, kv_heads, kv_heads], 1)
         out = torch.empty(rows, heads, size, dtype=qkv.dtype)
-        if few:
-            attention.decode(q, attention.cache, steps.of(context, step, positions, places), out)
+        if is_decode(metadata, rows):
+            step = steps.of(get_forward_context(), metadata, positions, places)
+            attention.decode(q, attention.cache, step, out)
         else:
-            self._layer.impl.forward(self._layer, q, k, v, cache, step, out)
+            self._layer.impl.forward(self._layer, q, k, v, self._layer.kv_cache, metadata, out)
         return self._out(out.view(rows, -1))
+
+    def _find(self, positions: Tensor, hidden_states: Tensor) -> tuple[_Parts, Any, Tensor] | None:
+        """What computes a step, vLLM's metadata of it, and its tokens' slots; None where vLLM writes the KV cache."""
+        context = get_forward_context()
+        metadata, slots = context.attn_metadata, context.slot_mapping
+        name, rows = self._name, hidden_states.shape[0]
+        if not isinstance(metadata, dict) or name not in slots or hidden_states.dtype != torch.bfloat16:
+            return None
+        step, places = metadata[name], slots[name]
+        parts = self._parts(self._layer.kv_cache.data_ptr())
+        unpadded = positions.shape == places.shape == (rows,) and step.num_actual_tokens == rows
+        return (parts, step, places) if parts and unpadded else None
 
     def _is_plain(self) -> bool:
         """Whether no LoRA has come before the projections' own methods."""

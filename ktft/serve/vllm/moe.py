@@ -72,7 +72,7 @@ class KtftMoEMethod(FusedMoEMethodBase):
         self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *_: Any, **__: Any
     ) -> Tensor:
         """The weighted sum of the routed experts, `[T, H]`. vLLM computes shared experts."""
-        if _made_up():
+        if made_up():
             return torch.zeros_like(x)
         if not torch.compiler.is_compiling() and x.device.type == "cpu":
             return _routed_experts(x, topk_ids, topk_weights, self.number)
@@ -80,7 +80,7 @@ class KtftMoEMethod(FusedMoEMethodBase):
         return out
 
 
-def _made_up() -> bool:
+def made_up() -> bool:
     """Whether vLLM runs the model on made-up tokens, to measure memory or to warm up: experts would only cost time.
 
     In such a pass attention has no metadata, while every pass of a request has it. A pass that is captured in a CUDA
