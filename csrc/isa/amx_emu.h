@@ -109,6 +109,9 @@ struct EmulatedCodes {
     for (int i = 0; i < 32; i++) largest = std::max(largest, x[i].bits & 0x7fff);
     return largest;
   }
+  static void round(const bf16* x, float factor, int8_t* out) {
+    for (int i = 0; i < 16; i++) out[i] = int8_t(std::nearbyint(to_float(x[i]) * factor));
+  }
   static void split(const bf16* x, float factor, int8_t* high, int8_t* low) {
     for (int i = 0; i < 16; i++) {
       const int whole = int(std::nearbyint(to_float(x[i]) * factor));

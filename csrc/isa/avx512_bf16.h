@@ -20,7 +20,7 @@ namespace ktft {
 //   by_fours                 lane 4 g + k is value g, or 4 k + g if there is one for each row
 //   largest_magnitude        of 32 values of x, the bits of the largest magnitude; NaN is larger than Inf
 //   split                    round(x * factor) = 128 high + low, of 16 values, 0 <= low < 128
-//   round                    round(x * factor), of 16 values; only on ISAs without tiles
+//   round                    round(x * factor), of 16 values
 //   pair_weights             words that dot and dot_low multiply pairs of products by: integers[i / 4] for lane i
 // and for the GEMM, whose lanes are outputs (kernels/byte_gemm-inl.h):
 //   kOutputs, kInputRows     lanes of a vector of Outputs; rows of X whose sums for two of them stay in registers

@@ -12,7 +12,8 @@ namespace ktft {
 
 template <class V, class Codec>
 constexpr bool kHasByteGemm = [] {
-  if constexpr (kDotsBytes<V, Codec> && requires { V::Codes::kOutputs; }) return V::Codes::kOutputs == V::kWidth;
+  if constexpr (kDotsBytes<V, Codec> && !kHasTiles<V> && requires { V::Codes::kOutputs; })
+    return V::Codes::kOutputs == V::kWidth;
   return false;
 }();
 

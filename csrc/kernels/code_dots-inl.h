@@ -19,10 +19,10 @@ template <class V, class Codec>
 constexpr bool kDotsCodes = requires { typename V::Codes; } &&
                             (requires { Codec::kWholeValues; } || (Codec::kFormat == Format::kInt8 && !kHasTiles<V>));
 
-// Whether X may have one term, for calls that ask for 8-bit activations. int8 gains nothing by that: measured. Tile
-// ISAs have w8a8.h for them.
+// Whether X may have one term, for calls that ask for 8-bit activations. int8 gains nothing by that: measured. With
+// tiles w8a8.h is for int8.
 template <class V, class Codec>
-constexpr bool kDotsBytes = kDotsCodes<V, Codec> && !kHasTiles<V> && requires { Codec::kWholeValues; };
+constexpr bool kDotsBytes = kDotsCodes<V, Codec> && requires { Codec::kWholeValues; };
 
 // Whether the scales of W's groups are integers that multiply pairs of products, which is free where pairs are
 // multiplied by ones otherwise. Only X's scales are left, the same for all rows of W.

@@ -8,8 +8,8 @@ void check_w8a8(const char* name, Isa isa, const PackedExperts& weights) {
   const char* const format = info(weights.format()).name;
   KTFT_CHECK(
       weights.format() == Format::kInt8, name, ": activation_bits is 8, but the experts' format is ", format,
-      ", and 8-bit activations need int8 with tiles, or without them a 4-bit format: pack the experts so, or leave "
-      "activation_bits at 16");
+      ", and 8-bit activations need int8 with tiles, or a 4-bit format: pack the experts so, or leave activation_bits "
+      "at 16");
   KTFT_CHECK(
       int8_kernels(isa), name, ": activation_bits is 8, but the ISA is ", isa_name(isa),
       ", and 8-bit activations of int8 need tiles (amx_bf16 or amx_emu): leave activation_bits at 16 here, or pack "

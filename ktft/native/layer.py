@@ -245,10 +245,10 @@ class ExpertLayer:
             top_k_index: `[T, k]` integer; `ELSEWHERE` marks experts that are computed elsewhere and add nothing here.
             top_k_weights: `[T, k]` float.
             activation: `retain`, `recompute`, or `none` when no backward follows.
-            activation_bits: 16; or 8, which is faster and less exact, and needs activation `none`. With tiles it
-                quantizes hidden states and SiLU's output to int8 token by token (about 2% more error) and needs
-                AMX-INT8 and format `int8`. Without tiles it rounds them by groups of 32 columns (0.5% more error) and
-                needs a 4-bit format; AVX-512 without BF16 does so in products of up to 12 rows alone.
+            activation_bits: 16; or 8, which is faster and less exact, and needs activation `none`. With format `int8`
+                it quantizes hidden states and SiLU's output to int8 token by token (about 2% more error) and needs
+                AMX-INT8. With a 4-bit format it rounds them by groups of 32 columns (0.5% more error); AVX-512 without
+                BF16 does so in products of up to 12 rows alone, AMX in those of up to 4.
             out: a contiguous tensor like `hidden_states` for the sum; by default a new one.
 
         Returns:
