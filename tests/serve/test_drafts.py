@@ -31,7 +31,8 @@ SPECULATIVE = {"speculative_config": {"method": "mtp", "num_speculative_tokens":
 PROMPTS = [[3, 4, 5, 6, 7, 8] * 4, list(range(3, 35)), list(range(100, 130))]
 
 
-@pytest.fixture(scope="module", params=sorted(SIZES))
+# By default, those of the other family are drafted over HTTP
+@pytest.fixture(scope="module", params=["dsv3", pytest.param("glm4", marks=pytest.mark.full)])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
