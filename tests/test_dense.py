@@ -12,6 +12,7 @@ import torch
 from adapted import load, logits, lora_config, randomize, tensors_of
 from given import Checkpoint, RunCli, TrainYaml
 from host_graphs import HostGraph, record_on_host
+from lanes import no_calibration
 from quantize import quantize
 from runs import logged
 from safetensors.torch import load_file, save_file
@@ -31,6 +32,9 @@ from ktft.dense.stream import DenseStream
 from ktft.lanes.ops import torch_ops
 from ktft.native.dense import pack_dense
 
+__all__ = ["no_calibration"]
+
+pytestmark = pytest.mark.usefixtures("no_calibration")
 PACKED = ("fp8", "int8", "k4")
 PLACED = [{"dense_format": "fp8"}, {"dense_format": "k4"}, {"dense_placement": "host"},
           {"dense_format": "int8", "dense_placement": "host"}]  # fmt: skip

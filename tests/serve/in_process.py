@@ -116,7 +116,7 @@ class Served:
 
 @functools.cache
 def _freeze(_when: str) -> None:
-    """Leave what vLLM's import made out of collections, of which a model asks for ten: each would take half a second."""
+    """Leave what vLLM's import made out of collections, of which each model asks for ten: they would take seconds."""
     gc.freeze()
 
 
