@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from forked import Forks
 
 TESTS = Path(__file__).parent
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -34,7 +39,19 @@ def _python(*command: object, **environment: str) -> tuple[int, str]:
 
 def run_jobs(processes: int, folder: Path, *jobs: dict[str, Any], **environment: str) -> tuple[int, str]:
     """Run these jobs of `rank_program.py` one after another, in forks: what torchrun itself does is not tested."""
-    return _python(TESTS / "rank_program.py", _written(processes, folder, jobs), processes, **environment)
+    command = [str(TESTS / "rank_program.py"), str(_written(processes, folder, jobs)), str(processes)]
+    done = _forks().run(command, os.environ | ENVIRONMENT | environment)
+    return done.returncode, done.stdout
+
+
+@functools.cache
+def _forks() -> Forks:
+    """A process that has imported what the program needs, once for all runs of a worker of pytest."""
+    folder = tempfile.TemporaryDirectory(prefix="ktft-ranks-")
+    forks = Forks(Path(folder.name), ["torch", "transformers.trainer", "accelerate", "peft", "ktft", "rank_program"])
+    atexit.register(folder.cleanup)
+    atexit.register(forks.close)
+    return forks
 
 
 def torchrun_jobs(processes: int, folder: Path, *jobs: dict[str, Any]) -> tuple[int, str]:

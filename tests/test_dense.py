@@ -12,9 +12,11 @@ import torch
 from adapted import load, logits, lora_config, randomize, tensors_of
 from given import Checkpoint, RunCli, TrainYaml
 from host_graphs import HostGraph, record_on_host
+from lanes import no_calibration
 from quantize import quantize
 from runs import logged
 from safetensors.torch import load_file, save_file
+from stacks import SHOWN_BEFORE, shown_by_the_first_stack
 from tiny import write_checkpoint
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer
@@ -30,10 +32,22 @@ from ktft.dense.stream import DenseStream
 from ktft.lanes.ops import torch_ops
 from ktft.native.dense import pack_dense
 
+__all__ = ["no_calibration"]
+
+pytestmark = pytest.mark.usefixtures("no_calibration")
 PACKED = ("fp8", "int8", "k4")
 PLACED = [{"dense_format": "fp8"}, {"dense_format": "k4"}, {"dense_placement": "host"},
           {"dense_format": "int8", "dense_placement": "host"}]  # fmt: skip
-FAMILIES = ("dsv3", "qwen3moe", "gpt_oss", "glm4", "qwen3_5")
+FULL, HOST_INT8 = pytest.mark.full, PLACED[3]
+# By default each family has one way, and the first of them all of them
+PLACES = [("dsv3", PLACED[0]), ("qwen3moe", PLACED[2]), ("gpt_oss", PLACED[1]), ("glm4", PLACED[3]),
+          ("qwen3_5", PLACED[0])]  # fmt: skip
+PLACES = [pytest.param(*each, id=f"{each[0]}-{each[1]}") for each in PLACES] + [
+    pytest.param(family, way, id=f"{family}-{way}", marks=SHOWN_BEFORE if family == "dsv3" else FULL)
+    for family in ("dsv3", "qwen3moe", "gpt_oss", "glm4", "qwen3_5")
+    for way in PLACED
+    if (family, way) not in PLACES
+]
 
 
 @pytest.fixture(autouse=True)
@@ -85,8 +99,7 @@ def test_sizes_that_have_no_tiles() -> None:
 # --- a model ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", PLACED, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "settings"), PLACES)
 def test_logits_are_those_of_the_decoded_weights(
     tiny_checkpoint: Checkpoint, family: str, settings: dict[str, Any]
 ) -> None:
@@ -102,6 +115,7 @@ def test_logits_are_those_of_the_decoded_weights(
     assert torch.equal(found, logits(plain)) == exact
 
 
+@shown_by_the_first_stack
 def test_fp8_is_kept_as_released(tmp_path: Path) -> None:
     whole = write_checkpoint("dsv3", tmp_path / "whole", hidden_size=256, moe_intermediate_size=128)
     path, _, weights = quantize(whole, tmp_path, "fp8")
@@ -178,10 +192,10 @@ def assert_same(one: Any, other: Any) -> None:
     ("settings", "given"),
     [
         ({"dense_format": "k4"}, {}),
-        ({"dense_format": "fp8"}, {"bf16": True}),
-        ({"dense_placement": "host"}, {"gradient_checkpointing": False}),
-        ({"dense_format": "int8", "dense_placement": "host"}, {"bf16": True, "gradient_checkpointing": False}),
-        ({"dense_format": "int8", "dense_placement": "host"}, {"micro_batches_together": 1}),
+        pytest.param({"dense_format": "fp8"}, {"bf16": True}, marks=FULL),
+        pytest.param({"dense_placement": "host"}, {"gradient_checkpointing": False}, marks=FULL),
+        pytest.param(HOST_INT8, {"bf16": True, "gradient_checkpointing": False}, marks=SHOWN_BEFORE),
+        pytest.param(HOST_INT8, {"micro_batches_together": 1}, marks=FULL),
     ],
     ids=str,
 )
@@ -195,7 +209,16 @@ def test_training_is_that_of_the_decoded_weights(
     assert all(not module.weight.requires_grad for module in packed_linears(mine[2]).values())
 
 
-@pytest.mark.parametrize("settings", PLACED, ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"dense_format": "fp8"}, marks=FULL),
+        pytest.param({"dense_format": "k4"}, marks=SHOWN_BEFORE),
+        pytest.param({"dense_placement": "host"}, marks=FULL),
+        HOST_INT8,
+    ],
+    ids=str,
+)
 def test_recorded_layers(
     tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:

@@ -13,6 +13,7 @@ from adapted import lora_config, tensors_of
 from commands import run
 from contract import random_inputs
 from given import Checkpoint
+from lanes import no_calibration
 from quantize import read_all, write
 from safetensors.torch import save_file
 from torch import Tensor
@@ -26,6 +27,8 @@ from ktft.held import ELSEWHERE, HeldExperts
 from ktft.model.experts import KtftExperts, find_experts
 from ktft.model.memory import packed_per_node
 from ktft.model.shape import shape_of
+
+__all__ = ["no_calibration"]
 
 EXPERTS, PARTS = 8, ((0, 3), (3, 7), (7, 8))
 
@@ -140,6 +143,7 @@ def test_adapters_of_the_parts_are_the_whole_adapter(tiny_checkpoint: Checkpoint
         ktft.load_adapter(load(directory, PARTS[0]), tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("no_calibration")
 @pytest.mark.parametrize("placement", ["stream", "cpu"])
 def test_in_lanes(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, placement: str) -> None:
     """The sum over the parts is the whole layer's output, wherever their experts run, and so are gradients."""

@@ -136,6 +136,7 @@ def test_events_alone_order_the_streams(
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.usefixtures("no_calibration")
 @pytest.mark.parametrize("last", [False, True])
 def test_adapters_may_change_after_the_last_layer(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its copies are done when a forward without gradients returns; the next layer's routing tells of the others'."""

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from lanes import no_calibration
 from runs import logged
 
 from ktft.lanes.decide.placer import Placement, Placer
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.native import ExpertLayer
+
+__all__ = ["no_calibration"]
 
 STEPS = 4
 USED = {"cpu": {"cpu"}, "stream": {"stream"}, "resident": {"resident", "cpu"}, "both": {"cpu", "stream"}}
@@ -61,6 +64,7 @@ def test_the_same_losses_in_every_lane(train_yaml, run_exp, tmp_path, monkeypatc
         assert values == pytest.approx(found["cpu"], rel=0.03), name  # rounding may give a near tie another expert
 
 
+@pytest.mark.usefixtures("no_calibration")
 @pytest.mark.parametrize(
     ("owner", "method", "error"),
     [

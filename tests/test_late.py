@@ -11,11 +11,16 @@ import pytest
 import runs
 import torch
 from given import Checkpoint
+from lanes import no_calibration
 from transformers import TrainerCallback
 
 from ktft import late
 from ktft.train import optimizer
 from ktft.train.run import Run
+
+__all__ = ["no_calibration"]
+
+pytestmark = pytest.mark.usefixtures("no_calibration")
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import torch
 from given import Checkpoint
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
+from stacks import SHOWN_BEFORE
 from stock import VISION, load, matrices, stacked
 from tiny import FAMILIES, tokenizer, write_checkpoint
 from tiny_newer import NEWER, known, without_the_like
@@ -134,7 +135,15 @@ SLOWER = {"gemma4": 7e-4}
 """Learning rates of families whose norms after the experts make their rounding as large as what they add."""
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *without_the_like(known())])
+# Of Kimi-Linear's, the slowest, test_families.py has the logits and gradients by default, and nothing else is its own
+BY_DEFAULT = [
+    *(pytest.param(family, marks=SHOWN_BEFORE) for family in FAMILIES),
+    *(each for each in without_the_like(known()) if each != "kimi_linear"),
+    *(pytest.param(family, marks=pytest.mark.full) for family in known() if family == "kimi_linear"),
+]
+
+
+@pytest.mark.parametrize("family", BY_DEFAULT)
 def test_twenty_steps(tiny_checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
     # An indexer that chooses all tokens: rounding would otherwise tip a near tie, as it hardly does for routers
     path = tiny_checkpoint(family)

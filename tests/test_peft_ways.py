@@ -16,6 +16,7 @@ from datasets import Dataset
 from given import Checkpoint
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file
+from stacks import shown_by_the_first_stack
 from tiny import tokenizer
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
@@ -118,6 +119,7 @@ def test_trls_peft_config_trains_and_saves_experts(base: Path, tmp_path: Path) -
     assert torch.equal(logits(again), logits(trainer.model))
 
 
+@shown_by_the_first_stack
 def test_a_program_that_names_ktft_only_to_load_the_model(base: Path) -> None:
     """No other import of ktft is needed for PEFT to reach experts."""
     program = f"""

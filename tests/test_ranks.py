@@ -37,7 +37,7 @@ from ktft.train.run_report_page import page_of
 from ktft.train.run_times import TIMES
 
 FAMILIES = {"qwen3moe": "int8", "dsv3": "bf16", "gpt_oss": "int8"}
-STEPS = 20
+STEPS = 10
 
 
 def job(base: Path, output: Path, processes: int, together: int, **options: Any) -> dict[str, Any]:

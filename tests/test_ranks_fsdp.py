@@ -58,14 +58,14 @@ def test_fsdp2_is_ddp_and_resumes(base: Path, tmp_path: Path) -> None:
 
     def job(name: str, **more: Any) -> dict[str, Any]:
         # At five times this rate the last bits, which follow the order of sums, grow to some percent in eight steps
-        eight = {"max_steps": 8, "save_steps": 1, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
+        six = {"max_steps": 6, "save_steps": 1, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
         reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
         best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
-        return {"base": str(base), "output": str(tmp_path / name), "lora": WHOLE} | eight | reentrant | best | more
+        return {"base": str(base), "output": str(tmp_path / name), "lora": WHOLE} | six | reentrant | best | more
 
-    again = job("again", resume=str(tmp_path / "fsdp/checkpoint-4"), **FSDP)
-    mixed = job("mixed", resume=str(tmp_path / "ddp/checkpoint-4"), **FSDP)
-    ended = job("ended", resume=str(tmp_path / "ddp/checkpoint-8"), **FSDP)  # what DDP wrote is saved again
+    again = job("again", resume=str(tmp_path / "fsdp/checkpoint-3"), **FSDP)
+    mixed = job("mixed", resume=str(tmp_path / "ddp/checkpoint-3"), **FSDP)
+    ended = job("ended", resume=str(tmp_path / "ddp/checkpoint-6"), **FSDP)  # what DDP wrote is saved again
     status, said = run_jobs(2, tmp_path, job("ddp"), job("fsdp", **FSDP), again, mixed, ended)
     assert status == 0, said
     assert said.count("FSDP2 divides") == 4, "one line of rank 0 for each run"
@@ -80,9 +80,9 @@ def test_fsdp2_is_ddp_and_resumes(base: Path, tmp_path: Path) -> None:
     fsdp, ddp = tmp_path / "fsdp", tmp_path / "ddp"
     same_moments(fsdp / "checkpoint-1", ddp / "checkpoint-1", within=1e-5)
     same_adapters(fsdp, ddp, within=0.02)
-    same_moments(tmp_path / "again/checkpoint-8", fsdp / "checkpoint-8", within=0)
+    same_moments(tmp_path / "again/checkpoint-6", fsdp / "checkpoint-6", within=0)
     same_adapters(tmp_path / "again", fsdp, within=0)
-    same_adapters(tmp_path / "ended", ddp / "checkpoint-8", within=0)
+    same_adapters(tmp_path / "ended", ddp / "checkpoint-6", within=0)
 
 
 def test_three_processes_of_which_some_have_no_rows(base: Path, tmp_path: Path) -> None:

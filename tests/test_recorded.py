@@ -12,6 +12,7 @@ from adapted import randomize
 from given import Checkpoint
 from host_graphs import HostGraph, record_on_host
 from ranks import results, run_jobs
+from stacks import shown_by_the_first_stack
 from tiny import FAMILIES, MORE_FAMILIES
 from tiny_newer import SEE_IMAGES
 from torch import Tensor
@@ -78,6 +79,7 @@ def test_same_training(
     assert_same(usual, recorded)
 
 
+@shown_by_the_first_stack
 def test_micro_batches_together(
     tiny_checkpoint: Checkpoint, tmp_path: Path, graphs: list[HostGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +110,7 @@ def test_autocast(
     assert_same(usual, recorded)
 
 
+@shown_by_the_first_stack
 def test_two_processes(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """DDP sees no gradient of a recorded layer: what each rank has is averaged after the step's passes."""
     base = str(tiny_checkpoint("dsv3"))
@@ -149,6 +152,7 @@ def test_an_update_that_autograd_does_not_see(
     assert_same(usual, recorded)
 
 
+@shown_by_the_first_stack
 def test_dropout(
     tiny_checkpoint: Checkpoint, tmp_path: Path, graphs: list[HostGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:

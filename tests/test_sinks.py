@@ -11,6 +11,7 @@ import pytest
 import torch
 from adapted import load, logits, lora_config, randomize
 from given import Checkpoint
+from lanes import no_calibration
 from tiny import make_config
 from torch import Tensor, nn
 from transformers.models.gpt_oss import modeling_gpt_oss
@@ -19,6 +20,10 @@ import ktft
 from ktft import hosts
 from ktft.model import sinks
 from ktft.model.shape import shape_of
+
+__all__ = ["no_calibration"]
+
+pytestmark = pytest.mark.usefixtures("no_calibration")
 
 PLAIN = modeling_gpt_oss.eager_attention_forward
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -14,6 +14,7 @@ import runs
 import torch
 from adapted import distance, load, lora_config, randomize
 from given import Checkpoint
+from stacks import shown_by_the_first_stack
 from tiny import FAMILIES, MORE_FAMILIES
 from tiny_newer import SEE_IMAGES
 from torch import Tensor, nn
@@ -103,6 +104,7 @@ def test_same_gradients(tiny_checkpoint: Checkpoint, tmp_path: Path, family: str
     assert counted == {"forward": 1 + checkpointing, "backward": 1}
 
 
+@shown_by_the_first_stack
 def test_dropout_is_the_same_when_a_layer_is_run_again(tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Without checkpointing nothing is run again, so equal gradients prove that every mask was drawn again."""
     path = tiny_checkpoint("dsv3")
@@ -114,6 +116,7 @@ def test_dropout_is_the_same_when_a_layer_is_run_again(tiny_checkpoint: Checkpoi
     assert distance(once[max(once)], none[max(once)]) > 0.01
 
 
+@shown_by_the_first_stack
 @pytest.mark.parametrize("together", ["auto", 2, 3])
 def test_dropout_is_the_same_in_every_order(tiny_checkpoint: Checkpoint, tmp_path: Path, together: int | str) -> None:
     """On attention and on experts."""
@@ -149,6 +152,7 @@ def test_groups_of_a_step(tiny_checkpoint: Checkpoint, tmp_path: Path, together:
     assert counted == {"forward": 2, "backward": 2}
 
 
+@shown_by_the_first_stack
 def test_a_resumed_run_keeps_its_groups(
     tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from adapted import load, lora_config, tensors_of
 from given import Checkpoint
 from peft.tuners.tuners_utils import BaseTuner
 from runs import DATA, adapted, arguments, losses
+from stacks import shown_by_the_first_stack
 from transformers import AutoModelForCausalLM
 
 import ktft
@@ -156,6 +157,7 @@ def test_stock_models_are_left_alone(base: Path, tmp_path: Path) -> None:
         ktft.Trainer(model, arguments(tmp_path))
 
 
+@shown_by_the_first_stack
 def test_report_reaches_a_console_without_logging_set_up() -> None:
     code = "from ktft.train.report import logger; logger().info('seen'); logger().info('again')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

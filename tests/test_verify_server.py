@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapted import load
 from commands import invoke, refused
 from merging import merged_by_hand, stock, write_adapter
 
@@ -95,6 +96,15 @@ def test_a_base_model(base: Path, prompts: Path) -> None:
     assert status == 0 and report["verdict"] == "the same model" and report["model"] == "tiny"
     assert report["tokens"] == 72 and report["continued"] == 12
     assert 1e-4 < report["served"]["mean"] < report["limit"] < 0.1 and report["base"] is None
+
+
+def test_packed_weights_around_the_experts(base: Path, prompts: Path) -> None:
+    """A server that packs them is right for who names their format, and its noise shows for who does not."""
+    with served(load(base, torch.bfloat16, dense_format="k4")) as url:
+        status, named = verify(url, base, prompts, "--dense-format", "k4")
+        unnamed = verify(url, base, prompts)[1]
+    assert status == 0 and named["verdict"] == "the same model"
+    assert unnamed["served"]["mean"] > 2 * named["served"]["mean"]
 
 
 def test_an_adapter_that_is_applied_and_one_that_is_not(base: Path, adapter: Path, prompts: Path) -> None:

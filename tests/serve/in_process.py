@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +20,8 @@ from ktft.serve.vllm.plugin import register
 
 IDS = list(range(3, 35))
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1"}
+BLOCKS = 256
+"""Of the KV cache: more than any test fills. vLLM would write zeros into a gigabyte for each model."""
 
 
 class Served:
@@ -110,6 +114,12 @@ class Served:
         return list(said.token_ids), [each[i].logprob for i, each in zip(said.token_ids, said.logprobs, strict=True)]
 
 
+@functools.cache
+def _freeze(_when: str) -> None:
+    """Leave what vLLM's import made out of collections, of which each model asks for ten: they would take seconds."""
+    gc.freeze()
+
+
 @contextmanager
 def served(checkpoint: Path, *, options: dict[str, Any] | None = None, **settings: Any) -> Iterator[Served]:
     """Serve a checkpoint, with room for adapters. `settings` are `ServeSettings`'s, `options` vLLM's."""
@@ -121,9 +131,13 @@ def served(checkpoint: Path, *, options: dict[str, Any] | None = None, **setting
 
         # vLLM compiles single functions of its own, each for many seconds: logprobs, before they are imported
         current_platform.simple_compile_backend = "eager"
+        # Once is enough, and each time looks at every name in every module
+        override = current_platform.register_triton_kernel_overrides
+        current_platform.register_triton_kernel_overrides = functools.cache(override)
         from vllm import LLM
         from vllm.distributed import cleanup_dist_env_and_memory
 
+        _freeze("after the import")
         register()  # vLLM loads plugins once a process: an earlier test may have made it do so without ktft
         llm = LLM(
             str(checkpoint),
@@ -135,12 +149,15 @@ def served(checkpoint: Path, *, options: dict[str, Any] | None = None, **setting
                 "enforce_eager": True,
                 "max_model_len": 128,
                 "dtype": "bfloat16",
+                "num_gpu_blocks_override": BLOCKS,
             }
             | (options or {}),
         )
+        made = Served(llm)
         try:
-            yield Served(llm)
+            yield made
         finally:
             llm.llm_engine.engine_core.shutdown()
-            del llm
+            del llm, made.llm
             cleanup_dist_env_and_memory()
+            _freeze("after the modules that a first model imports")

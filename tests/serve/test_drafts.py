@@ -5,8 +5,10 @@ and drafts are those that vLLM's own experts make.
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,8 +17,10 @@ import httpx
 import pytest
 import torch
 from adapters import random_adapter
+from bad_requests import COMPLETIONS
 from commands import invoke, run
-from conftest import serving
+from conftest import Server, serving
+from gated import bearer
 from in_process import ENVIRONMENT, served
 from prediction import NUMBER, add_prediction_layer
 from safetensors.torch import load_file, save_file
@@ -31,7 +35,8 @@ SPECULATIVE = {"speculative_config": {"method": "mtp", "num_speculative_tokens":
 PROMPTS = [[3, 4, 5, 6, 7, 8] * 4, list(range(3, 35)), list(range(100, 130))]
 
 
-@pytest.fixture(scope="module", params=sorted(SIZES))
+# By default, those of the other family are drafted over HTTP
+@pytest.fixture(scope="module", params=["dsv3", pytest.param("glm4", marks=pytest.mark.full)])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -129,28 +134,91 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return add_prediction_layer(write_checkpoint("glm4", place, **SIZES["glm4"]))
 
 
-def test_served_over_http_with_a_converted_model_packed_weights_and_an_adapter(glm: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def tuned(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter."""
+    return random_adapter(glm, tmp_path_factory.mktemp("adapter") / "tuned")
+
+
+@pytest.fixture(scope="module")
+def converted(glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with experts in INT8."""
+    made = tmp_path_factory.mktemp("converted") / "model"
+    assert run("convert", glm, made, "--format", "int8")[0] == 0
+    return made
+
+
+@pytest.fixture(scope="module")
+def drafting(
+    converted: Path, tuned: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
+    """`ktft serve` with drafts, packed weights, an adapter and keys, and its process."""
+    options = ["--dense-format", "int8", "--adapter", str(tuned), "--adapter-swap", "--speculative-tokens", "2"]
+    options += ["--api-key", "user", "--admin-key", "admin"]
+    with serving(converted, tmp_path_factory.mktemp("server"), *options) as (server, process):
+        yield replace(server, key="user"), process
+
+
+def test_served_over_http_with_a_converted_model_packed_weights_and_an_adapter(
+    drafting: tuple[Server, subprocess.Popen[bytes]], converted: Path, tuned: Path
+) -> None:
     """With drafts, requests for the base and for an adapter get what they get without."""
-    adapter = random_adapter(glm, tmp_path / "tuned")
-    converted = tmp_path / "converted"
-    assert run("convert", glm, converted, "--format", "int8")[0] == 0
-    asked: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
-    options, answers = ["--dense-format", "int8", "--adapter", str(adapter)], []
-    for drafts in ([], ["--speculative-tokens", "2"]):
-        (tmp_path / f"log{len(drafts)}").mkdir()
-        with serving(converted, tmp_path / f"log{len(drafts)}", *options, *drafts) as (server, _):
-            for name in (server.name, "tuned"):
-                for ids in PROMPTS:
-                    answer = server.post("/v1/completions", model=name, prompt=ids, logprobs=0, **asked)
-                    assert answer.status_code == 200, answer.text
-                    answers.append(answer.json()["choices"][0]["logprobs"]["tokens"])
-            metrics = httpx.get(f"{server.url}/metrics").text
-            refused = server.post("/v1/completions", model=server.name, prompt=[3], max_tokens=2, min_p=0.2)
-    without, with_drafts = answers[: len(answers) // 2], answers[len(answers) // 2 :]
+    server, _ = drafting
+    asked: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with_drafts, without = [], []
+    for name in (server.name, "tuned"):
+        for ids in PROMPTS:
+            answer = server.post(COMPLETIONS, model=name, prompt=ids, **asked)
+            assert answer.status_code == 200, answer.text
+            with_drafts.append(answer.json()["choices"][0]["token_ids"])
+    with served(converted, expert_format="int8", dense_format="int8") as plain:
+        for adapter in (None, tuned):
+            plain.use(adapter)
+            without += [plain.greedy(ids, 24)[0] for ids in PROMPTS]
     assert with_drafts == without and without[:3] != without[3:]
+    metrics = httpx.get(f"{server.url}/metrics", headers=bearer("user")).text
     assert "spec_decode_num_draft_tokens_total" in metrics
     # vLLM leaves min_p out of account for tokens that were drafted
+    refused = server.post(COMPLETIONS, model=server.name, prompt=[3], max_tokens=2, min_p=0.2)
     assert refused.status_code == 400 and "min_p" in refused.text
+
+
+def test_keys(drafting: tuple[Server, subprocess.Popen[bytes]], tmp_path: Path) -> None:
+    server, _ = drafting
+    body = {"model": server.name, "prompt": [5, 6], "max_tokens": 2}
+    for headers, code in ((bearer("user"), 200), (bearer("admin"), 200), ({"x-api-key": "user"}, 200), ({}, 401)):
+        assert httpx.post(server.url + COMPLETIONS, json=body, headers=headers, timeout=300).status_code == code
+    for path in ("/metrics", "/ktft/status", "/v1/models", "/version"):
+        assert httpx.get(server.url + path).status_code == 401
+        assert httpx.get(server.url + path, headers=bearer("user"), timeout=300).status_code == 200
+    for path in ("/abort_requests", "/start_profile", "/stop_profile"):
+        assert httpx.post(server.url + path).status_code == 401
+        assert httpx.post(server.url + path, headers=bearer("user")).status_code == 403
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+    path = random_adapter(server.checkpoint, tmp_path / "tuned")
+    load = {"lora_name": "tuned", "lora_path": str(path)}
+    for headers, code in (({}, 401), (bearer("user"), 403), (bearer("admin"), 200)):
+        answer = httpx.post(f"{server.url}/v1/load_lora_adapter", json=load, headers=headers, timeout=300)
+        assert answer.status_code == code, answer.text
+    unload = f"{server.url}/v1/unload_lora_adapter"
+    assert httpx.post(unload, json={"lora_name": "tuned"}, headers=bearer("user")).status_code == 403
+    assert httpx.post(unload, json={"lora_name": "tuned"}, headers=bearer("admin"), timeout=300).status_code == 200
+
+
+def test_a_failure_in_the_kernels_ends_the_server(
+    drafting: tuple[Server, subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    """With an adapter whose numbers are finite and whose products are not. It is the last test of this server."""
+    server, process = drafting
+    body = {"model": server.name, "prompt": [5, 6], "max_tokens": 2}
+    assert server.post(COMPLETIONS, **body).status_code == 200
+    path = random_adapter(server.checkpoint, tmp_path / "huge", std=1e25, target_modules=["experts"])
+    admin = replace(server, key="admin")
+    assert admin.post("/v1/load_lora_adapter", lora_name="huge", lora_path=str(path)).status_code == 200
+    assert server.post(COMPLETIONS, **body | {"model": "huge"}).status_code >= 500
+    assert process.wait(300) == 1
+    assert "the server has died" in server.log.read_text()
 
 
 def test_what_cannot_draft_is_refused(glm: Path, tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
 """From training to serving: train with llamafactory-cli, merge, serve the merged model and the adapter alone, verify.
-The merged model's server has keys, and ends when its kernels fail.
 
 Training and verifying run in LLaMA-Factory's environment, since vLLM's has another version of transformers.
 `make test` sets `KTFT_TRAINING_BIN` to its folder of programs.
@@ -11,17 +10,13 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from adapters import random_adapter
-from bad_requests import COMPLETIONS
 from commands import invoke, run
-from conftest import Server, serving
-from gated import bearer
+from conftest import Server
+from in_process import served
 from tiny import factory_settings, write_data
 
 TRAINING_BIN = os.environ.get("KTFT_TRAINING_BIN")
@@ -59,15 +54,6 @@ def trained(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-@pytest.fixture(scope="module")
-def merged(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
-    """`ktft serve` of the merged model, with keys, and its process."""
-    options = ["--expert-format", "bf16", "--adapter-swap", "--max-lora-rank", "8"]
-    options += ["--api-key", "user", "--admin-key", "admin"]
-    with serving(trained / "merged", tmp_path_factory.mktemp("server"), *options) as (server, process):
-        yield replace(server, key="user"), process
-
-
 @pytest.fixture
 def adapted(server: Server, trained: Path) -> Iterator[str]:
     """The name of the trained adapter, which the base model's server has loaded during the test."""
@@ -78,11 +64,15 @@ def adapted(server: Server, trained: Path) -> Iterator[str]:
     server.post("/v1/unload_lora_adapter", lora_name="trained").raise_for_status()
 
 
+def asked(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
 def answers(server: Server, model: str) -> list[dict[str, Any]]:
     """The greedy answer to each question: its tokens and their log-probabilities."""
     found = []
     for question in QUESTIONS:
-        body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 12}
+        body = {"model": model, "messages": asked(question), "max_tokens": 12}
         more = {"temperature": 0, "logprobs": True, "return_token_ids": True}
         answer = server.post("/v1/chat/completions", **body, **more)
         assert answer.status_code == 200, answer.text
@@ -92,16 +82,28 @@ def answers(server: Server, model: str) -> list[dict[str, Any]]:
     return found
 
 
+def answers_of(checkpoint: Path) -> list[dict[str, Any]]:
+    """The same of a checkpoint that is served in this process."""
+    from vllm import SamplingParams
+
+    parameters, found = SamplingParams(temperature=0, max_tokens=12, logprobs=0), []
+    with served(checkpoint, expert_format="bf16") as model:
+        for question in QUESTIONS:
+            (out,) = model.llm.chat(asked(question), parameters, use_tqdm=False)
+            (said,) = out.outputs
+            logprobs = [each[i].logprob for i, each in zip(said.token_ids, said.logprobs, strict=True)]
+            found.append({"tokens": list(said.token_ids), "logprobs": logprobs})
+    return found
+
+
 def verify(server: Server, base: Path, trained: Path) -> list[str]:
     """The words of `ktft verify --serve` for base and adapter."""
     options = ["--adapter", str(trained / "adapter"), "--format", "bf16", "--threads", "1", "--json"]
     return ["verify", str(base), "--serve", server.url, *options]
 
 
-def test_merged_and_unmerged_answer_alike(
-    server: Server, merged: tuple[Server, subprocess.Popen[bytes]], adapted: str
-) -> None:
-    one, other = answers(server, adapted), answers(merged[0], "merged")
+def test_merged_and_unmerged_answer_alike(server: Server, trained: Path, adapted: str) -> None:
+    one, other = answers(server, adapted), answers_of(trained / "merged")
     assert [each["tokens"] for each in one] == [each["tokens"] for each in other]
     pairs = zip(one, other, strict=True)
     differences = [abs(a - b) for x, y in pairs for a, b in zip(x["logprobs"], y["logprobs"], strict=True)]
@@ -124,41 +126,3 @@ def test_an_adapter_that_is_not_applied(served_checkpoint: Path, trained: Path, 
     """In this process, whose transformers is not the one that trained."""
     done = invoke(*verify(server, served_checkpoint, trained))
     assert done.exit_code == 1 and json.loads(done.stdout)["verdict"] == "adapter NOT applied", done.output
-
-
-def test_keys(merged: tuple[Server, subprocess.Popen[bytes]], tmp_path: Path) -> None:
-    server, _ = merged
-    body = {"model": server.name, "prompt": [5, 6], "max_tokens": 2}
-    for headers, code in ((bearer("user"), 200), (bearer("admin"), 200), ({"x-api-key": "user"}, 200), ({}, 401)):
-        assert httpx.post(server.url + COMPLETIONS, json=body, headers=headers, timeout=300).status_code == code
-    for path in ("/metrics", "/ktft/status", "/v1/models", "/version"):
-        assert httpx.get(server.url + path).status_code == 401
-        assert httpx.get(server.url + path, headers=bearer("user"), timeout=300).status_code == 200
-    for path in ("/abort_requests", "/start_profile", "/stop_profile"):
-        assert httpx.post(server.url + path).status_code == 401
-        assert httpx.post(server.url + path, headers=bearer("user")).status_code == 403
-    assert httpx.get(f"{server.url}/health").status_code == 200
-
-    path = random_adapter(server.checkpoint, tmp_path / "tuned")
-    load = {"lora_name": "tuned", "lora_path": str(path)}
-    for headers, code in (({}, 401), (bearer("user"), 403), (bearer("admin"), 200)):
-        answer = httpx.post(f"{server.url}/v1/load_lora_adapter", json=load, headers=headers, timeout=300)
-        assert answer.status_code == code, answer.text
-    unload = f"{server.url}/v1/unload_lora_adapter"
-    assert httpx.post(unload, json={"lora_name": "tuned"}, headers=bearer("user")).status_code == 403
-    assert httpx.post(unload, json={"lora_name": "tuned"}, headers=bearer("admin"), timeout=300).status_code == 200
-
-
-def test_a_failure_in_the_kernels_ends_the_server(
-    merged: tuple[Server, subprocess.Popen[bytes]], tmp_path: Path
-) -> None:
-    """With an adapter whose numbers are finite and whose products are not. It is the last test of this server."""
-    server, process = merged
-    body = {"model": server.name, "prompt": [5, 6], "max_tokens": 2}
-    assert server.post(COMPLETIONS, **body).status_code == 200
-    path = random_adapter(server.checkpoint, tmp_path / "huge", std=1e25, target_modules=["experts"])
-    admin = replace(server, key="admin")
-    assert admin.post("/v1/load_lora_adapter", lora_name="huge", lora_path=str(path)).status_code == 200
-    assert server.post(COMPLETIONS, **body | {"model": "huge"}).status_code >= 500
-    assert process.wait(300) == 1
-    assert "the server has died" in server.log.read_text()

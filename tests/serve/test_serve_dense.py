@@ -137,6 +137,7 @@ def test_an_adapter_beside_packed_weights(tmp_path: Path) -> None:
     assert off(adapted, plain) < 0.2 * changed and changed > 2 * NOISE
 
 
+@pytest.mark.full  # by default a server with drafts has `--dense-format`, and the verdict on packed weights is a fake's
 def test_through_the_command_and_verify(served_checkpoint: Path, tmp_path: Path) -> None:
     options = ["--expert-format", "bf16", "--dense-format", "k4"]
     with serving(served_checkpoint, tmp_path, *options) as (server, process):

@@ -20,6 +20,7 @@ from ktft.serve.vllm.attention_block import BLOCKS
 PATCHES = {each.owner.rpartition(".")[2]: each for each in (NORM_FORWARD, ATTENTION_FORWARD, EXPERTS_FORWARD)}
 PATCHES |= dict.fromkeys(BLOCKS, BLOCK_FORWARD)
 TOLERANCE = 0.03  # of log-probabilities: outputs of attention and norms are bf16
+FULL = pytest.mark.full
 LONGER = [5 + i % 50 for i in range(40)]
 
 
@@ -55,7 +56,7 @@ def assert_near(found: Answers, own: Answers) -> None:
     ("family", "overrides"),
     [
         ("qwen3moe", {"head_dim": 32}),
-        pytest.param("qwen2moe", {"num_attention_heads": 2, "num_key_value_heads": 1}, id="shared experts"),
+        pytest.param("qwen2moe", {"num_attention_heads": 2, "num_key_value_heads": 1}, id="shared experts", marks=FULL),
         pytest.param("glm4", {"head_dim": 32, "routed_scaling_factor": 2.5}, id="shared experts and a factor"),
         pytest.param("glm4", {"head_dim": 32, "use_qk_norm": True}, id="norms where the family has a choice"),
         pytest.param("mixtral", {"num_attention_heads": 2}, id="no norms"),
@@ -80,7 +81,11 @@ def test_answers_are_those_of_vllms_own_forwards(tmp_path: Path, family: str, ov
 
 @pytest.mark.parametrize(
     ("family", "overrides"),
-    [("qwen3moe", {"head_dim": 32}), ("gpt_oss", {"head_dim": 32}), ("mixtral", {"num_attention_heads": 2})],
+    [
+        ("qwen3moe", {"head_dim": 32}),
+        ("gpt_oss", {"head_dim": 32}),
+        pytest.param("mixtral", {"num_attention_heads": 2}, marks=FULL),
+    ],
 )
 def test_ktft_computes_attention_of_single_tokens(
     tmp_path: Path, family: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
