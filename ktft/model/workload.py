@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -105,7 +106,17 @@ class Workload:
 
     def on_experts(self, layer: int | None = None) -> list[Adapter]:
         """LoRA on the routed experts of one layer, or of all layers."""
-        return [a for a in self.adapters if a.projection and (layer is None or a.layer == layer)]
+        if layer is None:
+            return [a for a in self.adapters if a.projection]
+        return self._on_experts.get(layer, [])
+
+    @functools.cached_property
+    def _on_experts(self) -> dict[int | None, list[Adapter]]:
+        """The same by layer: a plan asks for each layer of each workload that it tries."""
+        of_layers: dict[int | None, list[Adapter]] = {}
+        for adapter in self.on_experts():
+            of_layers.setdefault(adapter.layer, []).append(adapter)
+        return of_layers
 
     def elsewhere(self) -> list[Adapter]:
         """LoRA on linear layers."""
