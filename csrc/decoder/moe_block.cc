@@ -1,6 +1,7 @@
 #include "decoder/moe_block.h"
 
 #include <chrono>
+#include <vector>
 
 #include "moe/choose.h"
 
@@ -8,8 +9,8 @@ namespace ktft {
 
 double MoeBlock::run(Runtime& runtime, const bf16* x, int tokens, bf16* y) const {
   using Clock = std::chrono::steady_clock;
-  std::vector<Line> lines = lines_of(int64_t(tokens) * router.rows);
-  bf16* const logits = lines.data()->values;
+  const auto lines = lines_of(int64_t(tokens) * router.rows);
+  bf16* const logits = lines[0].values;
   std::vector<int64_t> index(int64_t(tokens) * top_k);
   std::vector<float> weights(index.size());
   router.product(runtime, x, tokens, true, logits);

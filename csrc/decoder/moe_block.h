@@ -1,7 +1,7 @@
 // A router and its experts, for calls without LoRA or backward.
 #pragma once
 
-#include <vector>
+#include <memory>
 
 #include "dense/weight.h"
 #include "moe/layer.h"
@@ -13,7 +13,9 @@ struct alignas(64) Line {
   bf16 values[32];
 };
 
-inline std::vector<Line> lines_of(int64_t elements) { return std::vector<Line>(elements / 32); }
+inline std::unique_ptr<Line[]> lines_of(int64_t elements) {
+  return std::make_unique_for_overwrite<Line[]>(elements / 32);
+}
 
 struct MoeBlock {
   DenseWeight router;  // [experts, hidden]

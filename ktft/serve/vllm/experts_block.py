@@ -75,9 +75,8 @@ class ExpertsBlock:
     def _behind(self, gate: Any) -> Routed | None:
         served, method = current().layers[self._method.number], gate.quant_method
         packed = method.weight if isinstance(method, KtftDenseMethod) and linear_product(gate) else None
-        if type(served) is not ServedExperts or not isinstance(packed, HostDense) or not _by_softmax(self._router):
-            return None
-        return Routed(gate, self._router, served, packed)
+        plain = type(served) is ServedExperts and _in_bf16(gate) and _by_softmax(self._router)
+        return Routed(gate, self._router, served, packed) if plain and isinstance(packed, HostDense) else None
 
 
 class Routed:
@@ -100,8 +99,7 @@ class Routed:
 def _gate(gate: Any) -> Callable[[Tensor], Tensor]:
     """The logits of a router."""
     product = linear_product(gate)
-    bf16 = gate.weight.dtype == torch.bfloat16 and getattr(gate, "out_dtype", None) in (None, torch.bfloat16)
-    if product is not None and bf16:
+    if product is not None and _in_bf16(gate):
         return product
 
     def logits(x: Tensor) -> Tensor:
@@ -109,6 +107,11 @@ def _gate(gate: Any) -> Callable[[Tensor], Tensor]:
         return found
 
     return logits
+
+
+def _in_bf16(gate: Any) -> bool:
+    """Whether a router's logits are rounded to bf16."""
+    return gate.weight.dtype == torch.bfloat16 and getattr(gate, "out_dtype", None) in (None, torch.bfloat16)
 
 
 def _by_softmax(router: CPURouter) -> bool:
