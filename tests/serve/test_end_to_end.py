@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from commands import invoke, run
-from conftest import Server
+from conftest import Server, serving
 from in_process import served
 from tiny import factory_settings, write_data
 
@@ -120,6 +120,13 @@ def test_the_server_has_the_model_that_was_trained(
     assert report["verdict"] == "adapter applied", report["problems"]
     assert 0.9 < report["applied"] < 1.1 and report["base"]["mean"] > 3 * report["limit"]
     assert report["tokens"] > 500 and report["continued"] > 100
+
+
+@pytest.mark.full  # by default the merged model is served in the test's process, and the command serves others
+def test_the_command_serves_the_merged_model(trained: Path, tmp_path: Path) -> None:
+    with serving(trained / "merged", tmp_path, "--expert-format", "bf16") as (server, _):
+        found = answers(server, server.name)
+    assert [each["tokens"] for each in found] == [each["tokens"] for each in answers_of(trained / "merged")]
 
 
 def test_an_adapter_that_is_not_applied(served_checkpoint: Path, trained: Path, server: Server) -> None:
