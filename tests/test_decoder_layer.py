@@ -118,7 +118,7 @@ def test_refusals(parts: Parts) -> None:
         layer(states(1), None, cache, DecodeStep(*step._tensors[:2]))
     with pytest.raises(ValueError, match=r"layer 7: a router takes contiguous bf16 \[tokens, 64\]"):
         block(states(1).float())
-    with pytest.raises(ValueError, match=r"layer 7: hidden.*NaN|layer 7.*NaN"):
+    with pytest.raises(ValueError, match=r"layer 7.*NaN"):
         block(states(1).fill_(torch.nan))
     with pytest.raises(ValueError, match=r"layer 7: a router \[32, 64\] that chooses 33 does not fit 32 experts"):
         MoeBlock(parts.router, parts.experts, EXPERTS + 1, True, parts.chosen)

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import random_adapter
 from in_process import IDS, served
 from tiny import write_checkpoint
 
 from ktft import native
 from ktft.hosts.vllm import ATTENTION_FORWARD, BLOCK_FORWARD, EXPERTS_FORWARD, LAYER_FORWARD, NORM_FORWARD
 from ktft.native.attention import AttentionSizes
-from ktft.native.decoder import DecoderLayer
+from ktft.native.decoder import DecoderLayer, MoeBlock
 from ktft.serve.vllm import attention
 from ktft.serve.vllm.attention_block import BLOCKS
 
@@ -105,18 +106,40 @@ def test_ktft_computes_attention_of_single_tokens(
     assert ((prompts[True] - prompts[False]).abs() < TOLERANCE).float().mean() >= 0.75
 
 
+def rows_of(kind: type, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each call of the native objects of this kind."""
+    found: list[int] = []
+    own: Any = kind.__call__
+
+    def counted(native: Any, x: torch.Tensor, *rest: Any) -> Any:
+        found.append(len(x))
+        return own(native, x, *rest)
+
+    monkeypatch.setattr(kind, "__call__", counted)
+    return found
+
+
+def test_experts_with_an_adapter_are_not_one_call_with_their_router(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server with room for adapters computes a layer by its parts."""
+    checkpoint = write_checkpoint("qwen3moe", tmp_path / "base", head_dim=32, num_experts=32)
+    adapter = random_adapter(checkpoint, tmp_path / "adapter", target_modules=["experts"])
+    layers, routed = rows_of(DecoderLayer, monkeypatch), rows_of(MoeBlock, monkeypatch)
+    with served(checkpoint, dense_format="int8", max_lora_rank=8) as server:
+        base = server.greedy(tokens=4)
+        calls = len(routed)
+        server.use(adapter)
+        assert server.greedy(tokens=4) != base
+        assert len(routed) == calls > 0 and not layers
+        server.use(None)
+        assert server.greedy(tokens=4) == base and len(routed) > calls
+
+
 def test_a_layer_is_one_call_in_steps_of_few_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With packed weights around the experts: to the bit what its parts give, and counted as theirs."""
     checkpoint = write_checkpoint("qwen3moe", tmp_path / "base", head_dim=32, num_experts=32)
-    rows: list[int] = []
-    whole = DecoderLayer.__call__
-
-    def counted(layer: DecoderLayer, x: torch.Tensor, *rest: Any) -> Any:
-        rows.append(len(x))
-        return whole(layer, x, *rest)
-
-    monkeypatch.setattr(DecoderLayer, "__call__", counted)
-    found, pairs = [], []
+    rows, found, pairs = rows_of(DecoderLayer, monkeypatch), [], []
     with served(checkpoint, adapter_swap=False, dense_format="int8") as server:
         layers = shortened(server.model)["Qwen3MoeDecoderLayer"]
         assert len(layers) == server.model.config.num_hidden_layers

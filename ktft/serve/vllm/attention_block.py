@@ -135,21 +135,17 @@ class Block:
 
     def whole_step(self, positions: Tensor, hidden_states: Tensor) -> tuple[AttentionBlock, KvCache, DecodeStep] | None:
         """What computes a step in one call, if that is possible."""
-        if not self._is_plain() or not (found := self._find(positions, hidden_states)):
-            return None
-        parts, step, places = found
-        if parts.whole is None or not is_decode(step, hidden_states.shape[0]):
-            return None
-        return parts.whole, parts.attention.cache, steps.of(get_forward_context(), step, positions, places)
+        found = self._find(positions, hidden_states)
+        return None if found is None else self._whole(positions, *found)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """What is added to hidden states."""
-        if whole := self.whole_step(positions, hidden_states):
-            block, cache, step = whole
-            return block(hidden_states.contiguous(), cache, step)
         found = self._find(positions, hidden_states)
         if found is None:
             return self._by_layers(positions, hidden_states)
+        if whole := self._whole(positions, *found):
+            block, cache, step = whole
+            return block(hidden_states.contiguous(), cache, step)
         parts, metadata, places = found
         attention, rows = parts.attention, hidden_states.shape[0]
         qkv = self._qkv(hidden_states)
@@ -175,6 +171,13 @@ class Block:
         parts = self._parts(self._layer.kv_cache.data_ptr())
         unpadded = positions.shape == places.shape == (rows,) and step.num_actual_tokens == rows
         return (parts, step, places) if parts and unpadded else None
+
+    def _whole(
+        self, positions: Tensor, parts: _Parts, metadata: Any, places: Tensor
+    ) -> tuple[AttentionBlock, KvCache, DecodeStep] | None:
+        if parts.whole is None or not is_decode(metadata, len(places)) or not self._is_plain():
+            return None
+        return parts.whole, parts.attention.cache, steps.of(get_forward_context(), metadata, positions, places)
 
     def _is_plain(self) -> bool:
         """Whether no LoRA has come before the projections' own methods."""
