@@ -130,12 +130,13 @@ struct Avx2 {
     }
   }
 
-  // Products of 16-bit integers (kernels/word_gemm-inl.h).
+  // Products of 16-bit integers (kernels/word_gemm-inl.h). A lane has two of them, and their sum.
   struct Words {
-    static constexpr int kStep = 16;
+    static constexpr int kInputRows = 2;
     using Lanes = __m256i;
     static Lanes zero() { return _mm256_setzero_si256(); }
-    static Lanes load(const int16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+    static Lanes in_all_lanes(int32_t two) { return _mm256_set1_epi32(two); }
+    static Lanes load(const int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
     static Lanes dot(Lanes sums, Lanes x, Lanes w) { return _mm256_add_epi32(sums, _mm256_madd_epi16(x, w)); }
     static F to_float(Lanes sums) { return _mm256_cvtepi32_ps(sums); }
     static void widen(const int8_t* codes, int16_t* out) {  // 32 of them

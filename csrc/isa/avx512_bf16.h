@@ -23,12 +23,11 @@ namespace ktft {
 //   round                    round(x * factor), of 16 values
 //   pair_weights             words that dot and dot_low multiply pairs of products by: integers[i / 4] for lane i
 // and for the GEMM, whose lanes are outputs (kernels/byte_gemm-inl.h):
-//   kOutputs, kInputRows     lanes of a vector of Outputs; rows of X whose sums for two of them stay in registers
-//   round_group              round of 32 values of X; returns their sum, where kOffset needs it
-//   place_inputs             32 rounded values as Inputs, four in each
+//   kOutputs, kInputRows     lanes of a vector of Outputs; rows of X whose sums for 32 outputs stay in registers
+//   round_group              32 values of X as Inputs, four in each; returns what sums of their products begin with
 //   add_products             sums[i] + W's four bytes of lane i times the four of x
 //   all_outputs, to_float    the same value in all lanes; lanes as floats
-//   columns_of_four          out[16 g + r] = in[4 r + g]
+//   columns_of_four          out[apart g + r] = in[4 r + g]
 struct VnniCodes {
   static constexpr int kOffset = 128, kOutputs = 16, kInputRows = 6;
   using Bytes = __m512i;
@@ -73,16 +72,15 @@ struct VnniCodes {
   static Outputs all_outputs(int32_t value) { return _mm512_set1_epi32(value); }
   static Outputs load_outputs(const void* p) { return _mm512_loadu_si512(p); }
   static Outputs add_products(Outputs sums, Outputs values, Inputs x) { return dot(sums, values, all_outputs(x)); }
-  static void place_inputs(const int8_t* bytes, Inputs* out) { __builtin_memcpy(out, bytes, 32); }
-  static int32_t round_group(const bf16* x, float factor, int8_t* out) {
+  static int32_t round_group(const bf16* x, float factor, Inputs* out) {
     const __m512i first = whole(x, factor), second = whole(x + 16, factor);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(first));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 16), _mm512_cvtepi32_epi8(second));
-    return _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 4), _mm512_cvtepi32_epi8(second));
+    return -kOffset * _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
   }
-  static void columns_of_four(const float* in, float* out) {
+  static void columns_of_four(const float* in, float* out, int apart) {
     const __m512i rows = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 28, 24, 20, 16, 12, 8, 4, 0);
-    for (int g = 0; g < 4; g++, out += 16) {
+    for (int g = 0; g < 4; g++, out += apart) {
       const __m512i of = _mm512_add_epi32(rows, _mm512_set1_epi32(g));
       const __m512 low = _mm512_permutex2var_ps(_mm512_load_ps(in), of, _mm512_load_ps(in + 16));
       const __m512 high = _mm512_permutex2var_ps(_mm512_load_ps(in + 32), of, _mm512_load_ps(in + 48));

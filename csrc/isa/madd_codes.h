@@ -12,7 +12,7 @@ namespace ktft {
 // The ISA is a parameter so that ISAs share no code.
 template <class Isa>
 struct MaddCodes {
-  static constexpr int kOffset = 0, kOutputs = 8, kInputRows = 3;
+  static constexpr int kOffset = 0, kOutputs = 8, kInputRows = 2;
   struct Bytes {
     __m256i half[2];
   };
@@ -67,36 +67,40 @@ struct MaddCodes {
     }
     return out;
   }
-  // Four columns of X, whose sign and magnitude are multiplied apart.
+  // Four columns of X. The bits of a value are flipped where x is negative, which makes it -1 - value: a sum begins
+  // with the magnitudes of these x. Flipping needs none of the units that multiply; giving values a sign does.
   using Outputs = __m256i;
   struct Inputs {
-    int32_t signed_four, magnitudes;
+    int32_t flips, magnitudes;
   };
   static Outputs all_outputs(int32_t value) { return _mm256_set1_epi32(value); }
   static Outputs load_outputs(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
   static Outputs add_products(Outputs sums, Outputs values, const Inputs& x) {
-    const __m256i signed_values = _mm256_sign_epi8(values, _mm256_set1_epi32(x.signed_four));
-    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi32(x.magnitudes), signed_values);
+    const __m256i flipped = _mm256_xor_si256(values, _mm256_set1_epi32(x.flips));
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi32(x.magnitudes), flipped);
     return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
   static __m256 to_float(Outputs sums) { return _mm256_cvtepi32_ps(sums); }
-  static void place_inputs(const int8_t* bytes, Inputs* out) {
-    const __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes)), magnitudes = _mm256_abs_epi8(all);
-    const __m256i first = _mm256_unpacklo_epi32(all, magnitudes), second = _mm256_unpackhi_epi32(all, magnitudes);
+  static int32_t round_group(const bf16* x, float factor, Inputs* out) {
+    const __m256i low = _mm256_packs_epi32(whole(x, factor), whole(x + 8, factor));
+    const __m256i high = _mm256_packs_epi32(whole(x + 16, factor), whole(x + 24, factor));
+    const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), zero = _mm256_setzero_si256();
+    const __m256i all = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), in_order);
+    const __m256i magnitudes = _mm256_abs_epi8(all), flips = _mm256_cmpgt_epi8(zero, all);
+    const __m256i first = _mm256_unpacklo_epi32(flips, magnitudes), second = _mm256_unpackhi_epi32(flips, magnitudes);
     __m256i* const to = reinterpret_cast<__m256i*>(out);
     _mm256_storeu_si256(to, _mm256_permute2x128_si256(first, second, 0x20));
     _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(first, second, 0x31));
+    const __m256i sums = _mm256_sad_epu8(_mm256_and_si256(magnitudes, flips), zero);
+    const __m128i two = _mm_add_epi64(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+    return _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 2);
   }
-  static int32_t round_group(const bf16* x, float factor, int8_t* out) {
-    round(x, factor, out), round(x + 16, factor, out + 16);
-    return 0;  // of no use without an offset
-  }
-  static void columns_of_four(const float* in, float* out) {
+  static void columns_of_four(const float* in, float* out, int apart) {
     for (int r = 0; r < 16; r += 4, in += 16) {
       __m128 a = _mm_load_ps(in), b = _mm_load_ps(in + 4), c = _mm_load_ps(in + 8), d = _mm_load_ps(in + 12);
       _MM_TRANSPOSE4_PS(a, b, c, d);
-      _mm_store_ps(out + r, a), _mm_store_ps(out + 16 + r, b), _mm_store_ps(out + 32 + r, c);
-      _mm_store_ps(out + 48 + r, d);
+      _mm_store_ps(out + r, a), _mm_store_ps(out + apart + r, b), _mm_store_ps(out + 2 * apart + r, c);
+      _mm_store_ps(out + 3 * apart + r, d);
     }
   }
   static Bytes times_128(const Bytes& lanes) {

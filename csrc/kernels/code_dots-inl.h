@@ -91,15 +91,15 @@ static inline float float_of_bits(uint32_t bits) {
   return f;
 }
 
-// The scale of 32 columns, and the factor that makes them whole numbers: the largest magnitude gets 14 bits, so that
-// values above 1/64 of it are exact. Each group has a scale of its own, because single values can be a thousand times
-// larger than the others. Inf and NaN have no factor, and the scale NaN.
+// The scale of 32 columns, and the factor that makes them whole numbers: the largest magnitude gets so many bits. With
+// 14, values above 1/64 of it are exact. Each group has a scale of its own, because single values can be a thousand
+// times larger than the others. Inf and NaN have no factor, and the scale NaN.
 struct GroupScale {
   float scale, factor;
 };
-static inline GroupScale fixed_scale(int largest_magnitude) {
-  constexpr int kBits = 14, kInfinite = 255,
-                kLeast = 14;  // smaller magnitudes count as 2^-113, so that scales stay normal
+template <int kBits>
+GroupScale fixed_scale(int largest_magnitude) {
+  constexpr int kInfinite = 255, kLeast = 14;  // smaller magnitudes count as 2^-113, so that scales stay normal
   const int exponent = std::max(largest_magnitude >> 7, kLeast);
   if (exponent >= kInfinite) return {float_of_bits(0x7fc00000), 0};
   return {float_of_bits(uint32_t(exponent - (kBits - 1)) << 23),
@@ -119,7 +119,7 @@ template <class Codes, class X>
 void place_group(const bf16* x, int group, X& out) {
   constexpr int kPlanes = X::kPlanes, kTerms = X::kTerms, kLanes = 16 / (X::kCols / kGroup);
   const int largest = Codes::largest_magnitude(x);
-  const GroupScale found = kTerms == kExact ? fixed_scale(largest) : byte_scale(largest);
+  const GroupScale found = kTerms == kExact ? fixed_scale<14>(largest) : byte_scale(largest);
   if constexpr (X::kByLanes)
     std::fill_n(out.scales + group * kLanes, kLanes, found.scale);
   else

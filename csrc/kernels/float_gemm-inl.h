@@ -14,13 +14,6 @@ namespace ktft {
 // columns of W (16 KB) and 16 tokens (8 KB of fp32).
 constexpr int kFloatForwardBlock = 512, kFloatBackwardBlock = 128;
 
-// Keeps GCC from reading a vector anew for each of its products.
-template <class V, class T>
-T in_register(T v) {
-  __asm__("" : "+v"(v));
-  return v;
-}
-
 // The bytes of W that a forward product decodes after those of one strip and reduction block, a quarter of which is
 // prefetched with each four rows of W that are multiplied meanwhile.
 template <class V, class Codec>

@@ -110,9 +110,7 @@ void forward_pairs(const GemmArgs& a, const PackedMatrix& w, int out_begin, cons
 
 template <class V, class Codec>
 void forward_term(const GemmArgs& a, const PackedMatrix& w, int out_begin, const bf16* x, float* c) {
-  if constexpr (kHasWords<V, Codec>)
-    forward_in_words<V, Codec>(a, w, out_begin, x, c);
-  else if constexpr (!V::kPairs)
+  if constexpr (!V::kPairs)
     forward_in_floats<V, Codec>(a, w, out_begin, x, c);
   else if (a.tokens >= kTurnTokens)
     forward_pairs<V, Codec>(a, w, out_begin, x, c);
@@ -123,15 +121,16 @@ void forward_term(const GemmArgs& a, const PackedMatrix& w, int out_begin, const
 template <class V, class Codec>
 void gemm_forward(const GemmArgs& a) {
   if (few_tokens<V, Codec>(a)) return;
+  const bool bytes = kHasByteGemm<V, Codec> && a.activation_bits == 8;
   for (int i = 0; i < a.count; i++) {
     const GemmTerm& term = a.terms[i];
     clear(a, term.c);
     if (term.lora) forward_term<V, Bf16Codec>(a, *term.lora, term.lora_begin, term.low_rank, term.c);
-    if (!kHasByteGemm<V, Codec> || a.activation_bits == 16)
-      forward_term<V, Codec>(a, *term.w, term.out_begin, term.x, term.c);
+    if (!bytes && !kHasWords<V, Codec>) forward_term<V, Codec>(a, *term.w, term.out_begin, term.x, term.c);
   }
   if constexpr (kHasByteGemm<V, Codec>)
-    if (a.activation_bits == 8) forward_in_bytes<V, Codec>(a);
+    if (bytes) return forward_in_integers<V, Codec, ByteProducts<V>>(a);
+  if constexpr (kHasWords<V, Codec>) forward_in_integers<V, Codec, WordProducts<V>>(a);
 }
 
 // Decodes the pieces of `strips` row strips x 64 columns. The one or two pieces of each strip are contiguous.

@@ -1,7 +1,14 @@
-// How the vector GEMMs divide a strip's rows among micro-kernels.
+// How the vector GEMMs divide rows among micro-kernels, and what these have in common.
 #pragma once
 
 namespace ktft {
+
+// Keeps GCC from reading a vector anew for each of its products.
+template <class V, class T>
+T in_register(T v) {
+  __asm__("" : "+v"(v));
+  return v;
+}
 
 // Calls f.template operator()<R>(first) for runs of 1 <= R <= Max rows that cover the strip's `rows`. The runs have
 // similar lengths, and no tail needs masked code.

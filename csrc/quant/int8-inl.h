@@ -49,12 +49,12 @@ struct Int8Codec {
     return V::to_pairs(reinterpret_cast<const int8_t*>(tile) + row * kRowBytes + piece * 32);
   }
 
-  // The codes as words: row r goes to out + r / 4 * four + r % 4 * 32.
+  // The codes as words, row by row.
   static constexpr int kLargestWord = 127;
   template <class V>
-  static void decode_words(const PackedMatrix& w, int strip, int piece, int16_t* out, int64_t four) {
+  static void decode_words(const PackedMatrix& w, int strip, int piece, int16_t* out) {
     const int8_t* q = reinterpret_cast<const int8_t*>(w.tile(strip, piece / 2)) + piece % 2 * 32;
-    for (int r = 0; r < kTileRows; r++) V::Words::widen(q + r * kRowBytes, out + r / 4 * four + r % 4 * 32);
+    for (int r = 0; r < kTileRows; r++) V::Words::widen(q + r * kRowBytes, out + r * 32);
   }
 };
 

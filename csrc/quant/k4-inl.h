@@ -107,15 +107,14 @@ struct K4Policy {
 };
 
 struct K4Codec : NibbleCodec<K4Policy> {
-  // Multiples of the row's scale: row r goes to out + r / 4 * four + r % 4 * 32. bf16 holds them as whole numbers.
+  // Multiples of the row's scale, row by row. bf16 holds them as whole numbers.
   static constexpr int kLargestWord = kLargestSub * 127;
   template <class V>
-  static void decode_words(const PackedMatrix& w, int strip, int piece, int16_t* out, int64_t four) {
+  static void decode_words(const PackedMatrix& w, int strip, int piece, int16_t* out) {
     const auto& values = CodeValues<K4Policy, V, int16_t>::get();
     const uint8_t* const tile = w.tile(strip, piece / 4);
     const uint8_t *const codes = tile + piece % 4 * 16, *const subs = tile + kCodeBytes + piece % 4;
-    for (int r = 0; r < kTileRows; r++)
-      V::look_up(values.rows[subs[r * 4]], codes + r * kRowBytes, out + r / 4 * four + r % 4 * 32);
+    for (int r = 0; r < kTileRows; r++) V::look_up(values.rows[subs[r * 4]], codes + r * kRowBytes, out + r * 32);
   }
 };
 
