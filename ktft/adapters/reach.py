@@ -28,9 +28,10 @@ def linear_names(model: Any) -> set[str]:
     """
     unused = set(experts_family(model).without_lora)
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    paths = [n.split(".") for n, m in _adaptable(model).items() if isinstance(m, nn.Linear) and m is not output]
+    modules = _adaptable(model)
+    paths = [n.split(".") for n, m in modules.items() if isinstance(m, nn.Linear) and m is not output]
     taken = {path[-1] for path in paths if unused & set(path)}
-    taken |= {n.rpartition(".")[2] for n, m in _adaptable(model).items() if not isinstance(m, nn.Linear)}
+    taken |= {n.rpartition(".")[2] for n, m in modules.items() if not isinstance(m, nn.Linear)}
     names = {name: None for each in find_experts(model).values() for name in each.projections}
     trained = [path for path in paths if not unused & set(path)] + [["experts", name] for name in names]
     return {".".join(path[-2:]) if path[-1] in taken else path[-1] for path in trained}
@@ -84,7 +85,6 @@ def _check_request(model: Any, config: Any) -> None:
     """Raise ValueError unless each requested name matches only modules on which LoRA would train."""
     modules = _adaptable(model)
     targets = config.target_modules
-    known = f"it has {', '.join(sorted(linear_names(model)))}, and experts for the routed experts alone"
     standard = [
         f"{name}{number}.{projection}"
         for name, module in modules.items()
@@ -92,13 +92,17 @@ def _check_request(model: Any, config: Any) -> None:
         for number in ("", ".0")
         for projection in module.projections
     ]
+
+    def known() -> str:
+        return f"it has {', '.join(sorted(linear_names(model)))}, and experts for the routed experts alone"
+
     if not targets:
-        raise ValueError(f"target_modules is {targets!r}: name what LoRA shall train in the model; {known}")
+        raise ValueError(f"target_modules is {targets!r}: name what LoRA shall train in the model; {known()}")
     for target in [targets] if isinstance(targets, str) else sorted(targets):
         probe = LoraConfig(target_modules=target if isinstance(targets, str) else [target])
         matched = [name for name in (*modules, *standard) if check_target_module_exists(probe, name)]
         if not matched:
-            raise ValueError(f"target_modules (lora_target) {target!r} matches nothing in the model; {known}")
+            raise ValueError(f"target_modules (lora_target) {target!r} matches nothing in the model; {known()}")
         family = experts_family(model)
         unused = [name for name in matched if set(family.without_lora) & set(name.split("."))]
         if unused:
@@ -154,7 +158,8 @@ def reach_of(model: Any, config: Any) -> Reach:
     modules: set[str] = set()
     ranks: dict[str, dict[str, Rank]] = {}
     direct: dict[str, KtftExperts] = {}
-    for name, module in _adaptable(model).items():
+    adaptable = _adaptable(model)
+    for name, module in adaptable.items():
         match = check_target_module_exists(config, name)
         if isinstance(module, KtftExperts):
             if match:
@@ -164,21 +169,22 @@ def reach_of(model: Any, config: Any) -> Reach:
         elif match:
             modules.add(name)
     if not modules and not ranks and (config.layers_to_transform is not None or config.exclude_modules):
-        numbers = sorted({number for name in _adaptable(model) if (number := layer_of(name)) is not None})
+        numbers = sorted({number for name in adaptable if (number := layer_of(name)) is not None})
         raise ValueError(
             f"target_modules match modules of the model, but none is left by layers_to_transform="
             f"{config.layers_to_transform}, layers_pattern={config.layers_pattern} and exclude_modules="
             f"{config.exclude_modules!r}; the layers are numbers {numbers[0]} to {numbers[-1]} of lists named layers"
         )
-    check_modules_to_save(model, config, _adaptable(model), modules)
+    check_modules_to_save(model, config, adaptable, modules)
     return Reach(modules | set(ranks), ranks, _standard_targets(config.target_modules, direct))
 
 
 def _expert_ranks(config: Any, name: str, experts: KtftExperts, whole: bool) -> dict[str, Rank]:
     """Projection -> rank, for the projections of one layer's experts that the config targets."""
     ranks: dict[str, Rank] = {}
+    count = experts.held.num_experts if _tells_experts_apart(config) else 1
     for projection in experts.projections:
-        keys = [f"{name}.{expert}.{projection}" for expert in range(experts.held.num_experts)]
+        keys = [f"{name}.{expert}.{projection}" for expert in range(count)]
         targeted = [key for key in keys if whole or check_target_module_exists(config, key)]
         if not targeted:
             continue
@@ -200,6 +206,18 @@ def _expert_ranks(config: Any, name: str, experts: KtftExperts, whole: bool) -> 
         if get_pattern_key([pattern], name) == pattern != name:
             raise ValueError(f"the pattern {pattern!r} matches {name}; name its projections instead, as in 'down_proj'")
     return ranks
+
+
+def _tells_experts_apart(config: Any) -> bool:
+    """Whether the config could treat an expert of a layer unlike another: only patterns, and names with numbers, can.
+
+    A large model has ten thousands of experts' projections, which would be asked for one by one.
+    """
+    if isinstance(config.target_modules, str) or config.layers_to_transform is not None:
+        return True
+    if config.exclude_modules or config.modules_to_save or config.rank_pattern or config.alpha_pattern:
+        return True
+    return any(part.isdigit() for target in config.target_modules for part in target.split("."))
 
 
 def rank_of(config: Any, module: str) -> Rank:

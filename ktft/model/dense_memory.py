@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
@@ -65,8 +66,10 @@ class DenseMemory:
     head: int
 
 
+@functools.lru_cache(maxsize=64)
 def dense_memory(shape: ModelShape, choice: DenseChoice, value_bytes: int, *, recorded: bool) -> DenseMemory:
-    """The memory of a choice.
+    """The memory of a choice. The latest are kept: a plan asks for the same few again with each expert format, machine
+    and number of micro-batches.
 
     Args:
         value_bytes: bytes of a weight that is not packed.

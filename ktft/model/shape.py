@@ -73,7 +73,7 @@ class LinearShape:
         return self.in_features * self.out_features
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # so that it has a hash, by which what was computed of a shape is found
 class ModelShape:
     """The sizes of a model that planning needs; all but `other_parameters` are the text model's.
 
