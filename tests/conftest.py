@@ -24,6 +24,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # SGLang imports what has no build for CPUs, and transformers asks for some of it once
 if importlib.util.find_spec("sglang") and not importlib.util.find_spec("sgl_kernel"):
     sys.path.append(os.path.join(os.path.dirname(__file__), "serve", "sglang_stand_ins"))
+# All that is imported stays, and collections would look at it again and again until `pytest_collection_finish`
+gc.disable()
 # LLaMA-Factory gives transformers 5 the answers that TRL 0.24 expects of it, which TRL asks for once, at its import
 with contextlib.suppress(ImportError):
     importlib.import_module("llamafactory.extras.packages")
@@ -36,8 +38,8 @@ import pytest
 import torch
 import yaml
 from fake_cuda import Fake, build
-from forked import Forks
-from given import RunCli
+from forked import LIBRARIES, Forks
+from given import RunCli, RunPython
 from plots import without_plots
 from tiny import factory_settings, write_checkpoint, write_data
 
@@ -60,10 +62,24 @@ def pytest_xdist_auto_num_workers() -> int:
     return max(1, min(native.topology()["cores"], available_memory() // MEMORY_PER_WORKER))
 
 
+MANY_OBJECTS = 40_000
+"""That collections look at. Tests of one file leave fewer behind, unless they were the first to import some library."""
+
+
 def pytest_collection_finish() -> None:
     """Leave what is imported by now out of later collections: each run of the Trainer asks for one of 0.3 s."""
+    gc.enable()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_collections() -> Iterator[None]:
+    """The same for what the tests of a file were the first to import."""
+    yield
+    if len(gc.get_objects()) > MANY_OBJECTS:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -187,6 +203,27 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 def fork_cli(forks: Forks, tmp_path: Path) -> RunCli:
     """`run_cli`, without the seconds that imports take: `forked.py` says what is then not tested."""
     return _runner(forks.run, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def library_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """For `fork_python`."""
+    forks = Forks(tmp_path_factory.mktemp("library_forks"), LIBRARIES)
+    yield forks
+    forks.close()
+
+
+@pytest.fixture
+def fork_python(library_forks: Forks, tmp_path: Path) -> RunPython:
+    """`fork_python(code)` -> finished process: `python -c`, but with the libraries of `LIBRARIES` imported before."""
+
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        program, out, err = (tmp_path / f"fork_python.{kind}" for kind in ("py", "out", "err"))
+        program.write_text(code)
+        status = library_forks.start([str(program)], dict(os.environ), out, stderr=err).wait()
+        return subprocess.CompletedProcess(["python", str(program)], status, out.read_text(), err.read_text())
+
+    return run
 
 
 @pytest.fixture

@@ -10,5 +10,6 @@ from typing import Any
 Checkpoint = Callable[[str], Path]
 TrainYaml = Callable[..., dict[str, Any]]
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
+RunPython = Callable[[str], subprocess.CompletedProcess[str]]
 RunExp = Callable[[dict[str, Any]], None]
 Train = Callable[[dict[str, Any]], str]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from given import RunPython
 
 import ktft_autoload
 
@@ -73,7 +74,7 @@ def test_metadata_of_an_older_install_finds_the_hook() -> None:
     assert _autoload.install is ktft_autoload.install
 
 
-def test_a_broken_hook_leaves_llamafactory_as_it_was() -> None:
+def test_a_broken_hook_leaves_llamafactory_as_it_was(fork_python: RunPython) -> None:
     """Stock behaviour without use_kt; with it, LLaMA-Factory's own refusal and never a stock model."""
     code = (
         "import sys; sys.modules['ktft.train.llamafactory'] = None\n"
@@ -83,21 +84,24 @@ def test_a_broken_hook_leaves_llamafactory_as_it_was() -> None:
         "try: get_train_args({**args, 'use_kt': True})\n"
         "except Exception as error: print(type(error).__name__)"
     )
-    done = python(code)
+    done = fork_python(code)
     assert done.stdout.splitlines()[-2:] == ["False", "PackageNotFoundError"], done.stdout + done.stderr
     assert done.stderr.count("ktft: its LLaMA-Factory integration is off") == 1
 
 
-def test_modules_imported_before_are_adapted_too() -> None:
+def test_modules_imported_before_are_adapted_too(fork_python: RunPython) -> None:
     code = (
+        "import sys\n"  # as after TORCH_DEVICE_BACKEND_AUTOLOAD=0
+        "sys.meta_path[:] = [each for each in sys.meta_path if type(each).__module__ != 'ktft_autoload']\n"
         "import llamafactory.train.tuner\nfrom llamafactory.hparams import get_train_args\n"
+        "assert 'ktft' not in sys.modules\n"
         "import ktft_autoload\nktft_autoload.install(); ktft_autoload.install()\n"
         "from ktft.train.llamafactory import settings_of\n"
         + ARGUMENTS
         + "model_args = get_train_args({**args, 'use_kt': True, 'kt_config': {'threads': 3}})[0]\n"
         "print(settings_of(model_args).threads)"
     )
-    done = python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    done = fork_python(code)
     assert done.stdout.splitlines()[-1] == "3", done.stdout + done.stderr
 
 

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,7 +16,7 @@ import torch
 import transformers
 import trl
 from adapted import load_as_stored, tensors_of
-from given import Checkpoint, RunCli, RunExp, TrainYaml
+from given import Checkpoint, RunCli, RunExp, RunPython, TrainYaml
 from llamafactory.hparams import get_train_args
 from llamafactory.third_party.muon import Muon
 from tiny import make_config, make_model, tokenizer
@@ -220,7 +219,7 @@ def test_fa2_is_refused_where_transformers_cannot_run_it(
     get_train_args(train_yaml("qwen3moe", flash_attn="fa2"))  # what decides is the function, not its version
 
 
-def test_doctor_says_what_the_versions_cannot_do_together() -> None:
+def test_doctor_says_what_the_versions_cannot_do_together(fork_python: RunPython) -> None:
     """And it is true: TRL's DPOTrainer by itself does not import."""
     from ktft.cli.doctor import known_limits
 
@@ -229,8 +228,7 @@ def test_doctor_says_what_the_versions_cannot_do_together() -> None:
     said = {row.check: row.value for row in known_limits()}
     assert "stage: dpo works" in said["trl"]
     assert "flash_attn: sdpa" in said["flash attention"]
-    command = [sys.executable, "-c", "from trl import DPOTrainer"]
-    assert "mergekit" in subprocess.run(command, capture_output=True, text=True, timeout=300).stderr
+    assert "mergekit" in fork_python("from trl import DPOTrainer").stderr
 
 
 def test_ligers_experts_are_left_out_and_the_rest_stays(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from given import RunPython
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
@@ -47,8 +47,8 @@ print(len(hosts.installed()), len(transformers.trainer.DEFAULT_CALLBACKS))
 """
 
 
-def test_using_ktft_patches_nothing_before_there_is_a_model() -> None:
-    done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, timeout=300)
+def test_using_ktft_patches_nothing_before_there_is_a_model(fork_python: RunPython) -> None:
+    done = fork_python(FRESH)
     rows = [patch for patch in FOR_PROCESS if patch.package != "llamafactory"]
     assert done.stdout.splitlines()[1:] == ["[] 1 []", f"{len(rows)} 3"], done.stdout + done.stderr
 

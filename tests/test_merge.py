@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import adapted
 import pytest
 import torch
 from contract import relative
-from given import Checkpoint
+from given import Checkpoint, RunPython
 from merging import contents, logits, merge, merged_by_hand, names_of, run, stock, weight_of, write_adapter
 from quantize import is_expert, is_linear, quantize, read_all, write
 from safetensors.torch import load_file
@@ -184,7 +182,7 @@ def test_a_dequantized_checkpoint_has_no_code_left(tiny_checkpoint: Checkpoint, 
     assert index.keys() == found.keys()
 
 
-def test_loads_without_ktft(case: Cases, tmp_path: Path) -> None:
+def test_loads_without_ktft(case: Cases, tmp_path: Path, fork_python: RunPython) -> None:
     given = case("gpt_oss-mxfp4")
     out = merge(given.base, given.adapter, tmp_path / "out", "--format", "bf16", "--no-check")
     code = (
@@ -194,7 +192,7 @@ def test_loads_without_ktft(case: Cases, tmp_path: Path) -> None:
         f"torch.save(model(input_ids=ids, use_cache=False).logits, {str(tmp_path / 'logits.pt')!r})\n"
         "assert not [name for name in sys.modules if name.startswith('ktft.model')]"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = fork_python(code)
     assert done.returncode == 0, done.stderr
     assert relative(torch.load(tmp_path / "logits.pt"), logits(stock(out))) < 1e-5
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 import torch
 from adapted import load, logits, lora_config, randomize
 from datasets import Dataset
-from given import Checkpoint
+from given import Checkpoint, RunPython
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file
 from stacks import shown_by_the_first_stack
@@ -120,7 +118,7 @@ def test_trls_peft_config_trains_and_saves_experts(base: Path, tmp_path: Path) -
 
 
 @shown_by_the_first_stack
-def test_a_program_that_names_ktft_only_to_load_the_model(base: Path) -> None:
+def test_a_program_that_names_ktft_only_to_load_the_model(base: Path, fork_python: RunPython) -> None:
     """No other import of ktft is needed for PEFT to reach experts."""
     program = f"""
         import ktft, peft
@@ -130,7 +128,7 @@ def test_a_program_that_names_ktft_only_to_load_the_model(base: Path) -> None:
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
         print("experts:", sum(".experts.lora_" in name for name, _ in model.named_parameters()))
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=300)
+    done = fork_python(textwrap.dedent(program))
     assert "experts: 18" in done.stdout, done.stderr
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 import transformers
 from adapted import load, lora_config, tensors_of
-from given import Checkpoint
+from given import Checkpoint, RunPython
 from peft.tuners.tuners_utils import BaseTuner
 from runs import DATA, adapted, arguments, losses
 from stacks import shown_by_the_first_stack
@@ -158,7 +156,7 @@ def test_stock_models_are_left_alone(base: Path, tmp_path: Path) -> None:
 
 
 @shown_by_the_first_stack
-def test_report_reaches_a_console_without_logging_set_up() -> None:
+def test_report_reaches_a_console_without_logging_set_up(fork_python: RunPython) -> None:
     code = "from ktft.train.report import logger; logger().info('seen'); logger().info('again')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = fork_python(code)
     assert done.stderr.splitlines()[-2:] == ["[INFO|ktft] seen", "[INFO|ktft] again"], done.stderr
