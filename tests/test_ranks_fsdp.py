@@ -11,7 +11,8 @@ import pytest
 import torch
 import yaml
 from adapted import load
-from ranks import results, run_jobs, torchrun
+from given import RunCli
+from ranks import ENVIRONMENT, results, run_jobs
 from runs import logged
 from safetensors.torch import load_file
 from tiny import write_data
@@ -96,19 +97,16 @@ def test_three_processes_of_which_some_have_no_rows(base: Path, tmp_path: Path) 
     assert near(fsdp["losses"], ddp["losses"]) and near(fsdp["norms"], ddp["norms"])
 
 
-def test_through_llamafactory(base: Path, tmp_path: Path) -> None:
+def test_through_llamafactory(base: Path, tmp_path: Path, fork_cli: RunCli) -> None:
     """The example, on a small model, which LLaMA-Factory starts in two processes, evaluates and saves on the way."""
-    pytest.importorskip("llamafactory")
     tiny = {"model_name_or_path": str(base), "dataset_dir": str(write_data(tmp_path / "data")), "dataset": "sft"}
     few = {"template": "default", "cutoff_len": 64, "max_steps": 3, "logging_steps": 1, "save_steps": 2}
     few |= {"eval_dataset": "sft", "eval_strategy": "steps", "eval_steps": 2}
     settings = yaml.safe_load(YAML.read_text()) | tiny | few | {"output_dir": str(tmp_path / "out"), "use_cpu": True}
     settings["kt_config"]["threads"] = 1
-    file = tmp_path / "train.yaml"
-    file.write_text(yaml.safe_dump(settings))
     cli = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}
-    status, said = torchrun(1, "-m", "llamafactory.cli", "train", file, **cli)
-    assert status == 0 and "FSDP2 divides" in said, said
+    said = fork_cli(["llamafactory-cli", "train"], settings, env=ENVIRONMENT | cli).stdout  # which starts torchrun
+    assert "FSDP2 divides" in said, said
     assert len(logged(tmp_path / "out")) == 3
     assert (tmp_path / "out" / "checkpoint-2" / shards.shard_name(1, 2)).is_file()
     ktft.load_adapter(load(base), tmp_path / "out")  # refuses an adapter that lacks an expert
