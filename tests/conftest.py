@@ -25,7 +25,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if importlib.util.find_spec("sglang") and not importlib.util.find_spec("sgl_kernel"):
     sys.path.append(os.path.join(os.path.dirname(__file__), "serve", "sglang_stand_ins"))
 # All that is imported stays, and collections would look at it again and again until `pytest_collection_finish`
-gc.disable()
+if gc.isenabled():
+    gc.disable()
 # LLaMA-Factory gives transformers 5 the answers that TRL 0.24 expects of it, which TRL asks for once, at its import
 with contextlib.suppress(ImportError):
     importlib.import_module("llamafactory.extras.packages")
