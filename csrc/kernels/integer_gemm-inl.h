@@ -2,7 +2,7 @@
 // column (or pair, or four of them) is multiplied by the same value of X in all lanes. X becomes integers with a scale
 // for each token and 32 columns, so a sum is exact over these, and then becomes fp32. What the integers are, `Of` says:
 //   Panel, Row       decoded weights, a row of X, of kReduction columns; Row::fix makes 32 columns of it integers
-//   kReduction       the panel's block (18 or 16 KB) stays in L1, kIntegerTokens rows of X (80 to 144 KB) in L2
+//   kReduction       the panel's block (18 or 16 KB) stays in L1, kIntegerTokens rows of X (72 to 144 KB) in L2
 //   kInputRows       rows of X whose sums stay in registers
 //   decode<Codec>    decodes columns of a strip of W to be the panel's strip s
 //   products<R>      adds the panel's products with R rows of X to c, whose rows are 32 elements apart
