@@ -24,9 +24,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # SGLang imports what has no build for CPUs, and transformers asks for some of it once
 if importlib.util.find_spec("sglang") and not importlib.util.find_spec("sgl_kernel"):
     sys.path.append(os.path.join(os.path.dirname(__file__), "serve", "sglang_stand_ins"))
-# All that is imported stays, and collections would look at it again and again until `pytest_collection_finish`
-if gc.isenabled():
-    gc.disable()
 # LLaMA-Factory gives transformers 5 the answers that TRL 0.24 expects of it, which TRL asks for once, at its import
 with contextlib.suppress(ImportError):
     importlib.import_module("llamafactory.extras.packages")
@@ -63,24 +60,10 @@ def pytest_xdist_auto_num_workers() -> int:
     return max(1, min(native.topology()["cores"], available_memory() // MEMORY_PER_WORKER))
 
 
-MANY_OBJECTS = 40_000
-"""That collections look at. Tests of one file leave fewer behind, unless they were the first to import some library."""
-
-
 def pytest_collection_finish() -> None:
     """Leave what is imported by now out of later collections: each run of the Trainer asks for one of 0.3 s."""
-    gc.enable()
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short_collections() -> Iterator[None]:
-    """The same for what the tests of a file were the first to import."""
-    yield
-    if len(gc.get_objects()) > MANY_OBJECTS:
-        gc.collect()
-        gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -144,7 +144,6 @@ def _serve(modules: Sequence[str]) -> None:
     """Answer each line of stdin, which is a request. Returns when stdin ends, and in each command's process."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an import prints is no answer
-    gc.disable()  # all that is imported stays, and collections would look at it again and again
     for name in modules:
         importlib.import_module(name)
     if modules == list(MODULES):
@@ -152,7 +151,6 @@ def _serve(modules: Sequence[str]) -> None:
         sys.modules["transformers"].AutoModelForImageTextToText._model_mapping.keys()
         sys.modules["plots"].leave_out()
     gc.freeze()  # or each child, as it ends, would copy every page of what it shares
-    gc.enable()
     for line in sys.stdin:
         request = json.loads(line)
         if "command" in request:

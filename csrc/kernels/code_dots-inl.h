@@ -98,7 +98,7 @@ struct GroupScale {
   float scale, factor;
 };
 template <int kBits>
-GroupScale fixed_scale(int largest_magnitude) {
+static inline GroupScale fixed_scale(int largest_magnitude) {
   constexpr int kInfinite = 255, kLeast = 14;  // smaller magnitudes count as 2^-113, so that scales stay normal
   const int exponent = std::max(largest_magnitude >> 7, kLeast);
   if (exponent >= kInfinite) return {float_of_bits(0x7fc00000), 0};

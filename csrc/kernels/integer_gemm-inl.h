@@ -20,6 +20,7 @@ constexpr int kIntegerTokens = 128;
 constexpr int kPanelStrips = 2, kPanelOutputs = kPanelStrips * kTileRows;
 
 // The bytes of W that are decoded next, of which each run of rows prefetches a part.
+template <class V>
 struct PanelAhead {
   static constexpr int kParts = 4;
   const uint8_t* tile = nullptr;  // the first strip's; or null
@@ -40,7 +41,7 @@ void forward_in_integers(const GemmArgs& a) {
   auto* const rows = reinterpret_cast<typename Of::Row*>(&panel + 1);
   static_assert(sizeof panel + kIntegerTokens * sizeof *rows <= kGemmScratch);
   const int cols = a.terms[0].w->cols;
-  const auto after = [&](int i, int out, int begin) -> PanelAhead {
+  const auto after = [&](int i, int out, int begin) -> PanelAhead<V> {
     out += kPanelOutputs;
     if (out == a.out_count) out = 0, i++;
     if (i == a.count) i = 0, begin += Of::kReduction;
@@ -63,10 +64,10 @@ void forward_in_integers(const GemmArgs& a) {
         for (int out = 0; out < a.out_count; out += kPanelOutputs) {
           for (int s = 0; s < kPanelStrips; s++)
             Of::template decode<Codec>(*term.w, (term.out_begin + out) / kTileRows + s, begin, groups, s, panel);
-          const PanelAhead ahead = token == 0 ? after(i, out, begin) : PanelAhead{};
+          const auto ahead = token == 0 ? after(i, out, begin) : PanelAhead<V>{};
           float* const c = term.c + result_piece(out / 32, token / kTileRows, a.tokens);
           each_run<Of::kInputRows>(tokens, [&]<int R>(int t) {
-            ahead.prefetch_parts(t * PanelAhead::kParts / tokens, (t + R) * PanelAhead::kParts / tokens);
+            ahead.prefetch_parts(t * ahead.kParts / tokens, (t + R) * ahead.kParts / tokens);
             Of::template products<R>(panel, rows + t, groups, c + t * 32);
           });
         }
