@@ -33,7 +33,4 @@ inline SourceMatrix source_of(Address data, Encoding encoding, int rows, int col
           .zeros = at<uint8_t>(zeros)};
 }
 
-void bind_dense(py::module_& m);  // with attention, whose projections are dense weights
-void bind_decoder(py::module_& m);
-
 }  // namespace ktft

@@ -1,10 +1,12 @@
-// Most bindings are in this file because pybind11's templates, which take most of its time to compile, would be the
-// same in each.
+// All bindings are compiled as one file because pybind11's templates, which take most of its time to compile, would be
+// the same in each.
 #include <pybind11/stl.h>
 
 #include "base/cpu.h"
 #include "bench/ceilings.h"
 #include "bind/bind.h"
+#include "bind/decoder-inl.h"
+#include "bind/dense-inl.h"
 #include "cuda/driver.h"
 #include "hybrid/host_experts.h"
 #include "moe/layer.h"

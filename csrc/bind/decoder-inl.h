@@ -1,7 +1,10 @@
+#pragma once
+
 #include "bind/bind.h"
 #include "decoder/decoder_layer.h"
 
 namespace ktft {
+namespace {
 
 void bind_decoder(py::module_& m) {
   py::class_<MoeBlock>(m, "MoeBlock")
@@ -29,4 +32,5 @@ void bind_decoder(py::module_& m) {
           "runtime"_a, "cache"_a, "step"_a, "x"_a, "residual"_a, "y"_a, NoGil());
 }
 
+}  // namespace
 }  // namespace ktft

@@ -1,3 +1,6 @@
+// Dense weights, and attention, whose projections they are.
+#pragma once
+
 #include "attention/block.h"
 #include "bind/bind.h"
 #include "dense/norm.h"
@@ -109,12 +112,11 @@ void bind_choice(py::module_& m) {
       "runtime"_a, "logits"_a, "tokens"_a, "experts"_a, "top_k"_a, "renormalize"_a, "chosen"_a, "weights"_a, NoGil());
 }
 
-}  // namespace
-
 void bind_dense(py::module_& m) {
   bind_weights(m);
   bind_attention(m);
   bind_choice(m);
 }
 
+}  // namespace
 }  // namespace ktft
