@@ -34,37 +34,69 @@ struct EmulatedTiles {
   }
 
   // As Intel defines it: even and odd products are summed separately, the sums are added, then C; subnormals are zero.
+  // A product of two bf16 is exact in fp32, so it and its sum need no fused operation, which is a call without AVX2.
   template <int C, int A, int B>
   static void dot() {
+    alignas(16) float a[16][32], b[16][32];
+    widen(A, a);
+    widen(B, b);
     for (int m = 0; m < 16; m++) {
-      float sum[32] = {}, acc[16];
-      for (int k = 0; k < 16; k++)
-        for (int n = 0; n < 32; n++)
-          sum[n] = flush(__builtin_fmaf(element(A, m, 2 * k + n % 2), element(B, k, n), sum[n]));
+      alignas(16) float sum[32], acc[16];
+      Lanes sums[8] = {};
+      for (int k = 0; k < 16; k++) {
+        const Lanes even_odd = {a[m][2 * k], a[m][2 * k + 1], a[m][2 * k], a[m][2 * k + 1]};
+        for (int i = 0; i < 8; i++) sums[i] = flush(sums[i] + even_odd * reinterpret_cast<const Lanes*>(b[k])[i]);
+      }
+      std::memcpy(sum, sums, sizeof sum);
       std::memcpy(acc, registers[C][m], sizeof acc);
-      for (int n = 0; n < 16; n++) acc[n] = flush(flush(acc[n]) + flush(sum[2 * n] + sum[2 * n + 1]));
+      for (int n = 0; n < 16; n += 4) {
+        const float* const pair = sum + 2 * n;
+        const Lanes even = {pair[0], pair[2], pair[4], pair[6]}, odd = {pair[1], pair[3], pair[5], pair[7]};
+        Lanes& total = *reinterpret_cast<Lanes*>(acc + n);
+        total = flush(flush(total) + flush(even + odd));
+      }
       std::memcpy(registers[C][m], acc, sizeof acc);
     }
   }
 
   template <int C, int A, int B>
   static void dot_int8() {
+    int16_t b[16][4][16];
+    for (int k = 0; k < 16; k++)
+      for (int n = 0; n < 16; n++)
+        for (int i = 0; i < 4; i++) b[k][i][n] = int8_t(registers[B][k][4 * n + i]);
     for (int m = 0; m < 16; m++) {
       int32_t acc[16];
       std::memcpy(acc, registers[C][m], sizeof acc);
       for (int k = 0; k < 16; k++)
-        for (int n = 0; n < 16; n++)
-          for (int i = 0; i < 4; i++) acc[n] += int8_t(registers[A][m][4 * k + i]) * int8_t(registers[B][k][4 * n + i]);
+        for (int i = 0; i < 4; i++) {
+          const int16_t a = int8_t(registers[A][m][4 * k + i]);
+          for (int n = 0; n < 16; n++) acc[n] += int16_t(a * b[k][i][n]);
+        }
       std::memcpy(registers[C][m], acc, sizeof acc);
     }
   }
 
  private:
-  static float flush(float v) { return v > -1.17549435e-38f && v < 1.17549435e-38f ? 0.f * v : v; }
-  static float element(int tile, int row, int i) {
-    bf16 v;
-    std::memcpy(&v, registers[tile][row] + 2 * i, 2);
-    return flush(to_float(v));
+  // As wide as registers of any x86-64 are: wider ones GCC would take apart
+  using Lanes = float __attribute__((vector_size(16), may_alias));
+  using Bits = int32_t __attribute__((vector_size(16)));
+
+  static Lanes flush(Lanes v) {
+    constexpr float kSmallest = 1.17549435e-38f;
+    const Bits subnormal = (v > -kSmallest) & (v < kSmallest);
+    return (Lanes)((Bits)v & (~subnormal | INT32_MIN));
+  }
+  static void widen(int tile, float (*out)[32]) {
+    for (int r = 0; r < 16; r++) {
+      bf16 values[32];
+      std::memcpy(values, registers[tile][r], sizeof values);
+      for (int i = 0; i < 32; i++) out[r][i] = to_float(values[i]);
+      for (int i = 0; i < 32; i += 4) {
+        Lanes& lanes = *reinterpret_cast<Lanes*>(out[r] + i);
+        lanes = flush(lanes);
+      }
+    }
   }
 };
 
