@@ -66,6 +66,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Leave all out of the collections with which Python ends the process, of seconds each."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def reports_without_plots() -> Iterator[None]:
     """Runs in the test's process leave out the plots: see `plots.py`."""
