@@ -33,20 +33,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from fake_cuda import Fake, build
 from forked import LIBRARIES, Forks
 from given import RunCli, RunPython
-from plots import without_plots
-from tiny import factory_settings, write_checkpoint, write_data
 
 import ktft_autoload
-from ktft import hosts, native
-from ktft.hosts import llamafactory
 from ktft.system import available_memory
 from ktft.versions import version_of
 
+# Below, what imports torch and transformers is imported where it is needed: not in the process that only hands tests to
+# workers, for which they wait
 pytest.register_assert_rewrite("commands", "contract", "hot", "planning", "runs")
 
 collect_ignore = [] if version_of("llamafactory") else ["test_factory_options.py", "test_llamafactory.py"]
@@ -57,7 +54,9 @@ MEMORY_PER_WORKER = 3 << 30
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """The workers of `-n auto`: as many as this process has cores, and memory has room for."""
-    return max(1, min(native.topology()["cores"], available_memory() // MEMORY_PER_WORKER))
+    from ktft import _C  # ktft.native imports torch
+
+    return max(1, min(_C.topology()["cores"], available_memory() // MEMORY_PER_WORKER))
 
 
 def pytest_collection_finish() -> None:
@@ -66,9 +65,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Leave all out of the collections with which Python ends the process, of seconds each."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def reports_without_plots() -> Iterator[None]:
     """Runs in the test's process leave out the plots: see `plots.py`."""
+    from plots import without_plots
+
     with without_plots():
         yield
 
@@ -76,6 +82,8 @@ def reports_without_plots() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`tiny_checkpoint("qwen3moe" | "dsv2" | "dsv3")` -> a checkpoint, made once. Copy it before changing it."""
+    from tiny import write_checkpoint
+
     made: dict[str, Path] = {}
 
     def make(family: str) -> Path:
@@ -95,19 +103,23 @@ def base(tiny_checkpoint: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """LLaMA-Factory's `dataset_dir`: sets `sft`, `pt`, `dpo` (rm too) and `kto`."""
+    from tiny import write_data
+
     return write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture
 def stock_hosts() -> Iterator[None]:
     """Remove ktft's patches of other libraries for the test, and put them back afterwards."""
+    from ktft import hosts
+
     patched = hosts.undo()
     yield
     hosts.undo()
     hosts.install(patched)
     for name in ktft_autoload.MODULES:  # patched as soon as they are imported, which the test may have done
         if name in sys.modules:
-            llamafactory.adapt(sys.modules[name])
+            hosts.llamafactory.adapt(sys.modules[name])
 
 
 @pytest.fixture(scope="session")
@@ -119,6 +131,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Fake:
 @pytest.fixture
 def train_yaml(tiny_checkpoint: Callable[[str], Path], data_dir: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """`train_yaml("dsv3", stage="sft", **overrides)` -> LLaMA-Factory settings: 2 steps with ktft's experts."""
+    from tiny import factory_settings
 
     def make(family: str = "qwen3moe", stage: str = "sft", **overrides: Any) -> dict[str, Any]:
         own = {
@@ -213,6 +226,8 @@ def fork_python(library_forks: Forks, tmp_path: Path) -> RunPython:
 @pytest.fixture
 def run_exp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
     """LLaMA-Factory as a library, in this process."""
+    import torch
+
     run_exp = pytest.importorskip("llamafactory.train.tuner").run_exp
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -76,9 +76,9 @@ class Fork:
 class Forks:
     """Runs commands. The first one starts the process from which they are forked."""
 
-    def __init__(self, folder: Path, modules: Sequence[str] = MODULES) -> None:
-        """The folder holds the commands' output and the cache of `datasets`; `modules` are imported once."""
-        self._folder, self._modules = folder, modules
+    def __init__(self, folder: Path, modules: Sequence[str] = MODULES, python: Path | str = sys.executable) -> None:
+        """The folder holds the commands' output and the cache of `datasets`; `python` imports `modules` once."""
+        self._folder, self._modules, self._python = folder, modules, str(python)
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, command: list[str], environment: dict[str, str], **how: Any) -> subprocess.CompletedProcess[str]:
@@ -113,7 +113,7 @@ class Forks:
             words = f"ulimit -n {open_files} && " if open_files else ""
             words += f'exec "$@" < {quote(str(stdin))} > {quote(str(stdout))} '
             words += f"2> {quote(str(stderr))}" if stderr else "2>&1"
-            return subprocess.Popen(["sh", "-c", words, "sh", sys.executable, *command], env=environment)
+            return subprocess.Popen(["sh", "-c", words, "sh", self._python, *command], env=environment)
         streams = {"stdin": str(stdin), "stdout": str(stdout), "stderr": stderr and str(stderr)}
         request = {"command": command, "environment": environment, "cwd": os.getcwd(), "open_files": open_files}
         pid = self.ask(**request | streams)
@@ -125,7 +125,7 @@ class Forks:
         if self._process is None:
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             own = os.environ | {"HF_DATASETS_CACHE": str(self._folder / "cache")}
-            self._process = subprocess.Popen([sys.executable, __file__, *self._modules], env=own, **pipes)
+            self._process = subprocess.Popen([self._python, __file__, *self._modules], env=own, **pipes)
         assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps(request), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()

@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tiny import write_checkpoint
 
 # LLaMA-Factory's environment has no vLLM: `make test` runs these tests in one that has, by the name of this folder. One
 # that has SGLang instead runs SGLang's.
@@ -71,6 +70,8 @@ class Server:
 @pytest.fixture(scope="session")
 def served_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen3-MoE in plain bf16, with heads that vLLM takes on a CPU. Copy it before changing it."""
+    from tiny import write_checkpoint
+
     return write_checkpoint("qwen3moe", tmp_path_factory.mktemp("served") / "tiny-moe", head_dim=32)
 
 

@@ -114,17 +114,40 @@ class Served:
         return list(said.token_ids), [each[i].logprob for i, each in zip(said.token_ids, said.logprobs, strict=True)]
 
 
-@functools.cache
-def _freeze(_when: str) -> None:
-    """Leave what vLLM's import made out of collections, of which each model asks for ten: they would take seconds."""
+@contextmanager
+def engine(checkpoint: Path, **options: Any) -> Iterator[Any]:
+    """vLLM's `LLM` of a checkpoint, with these options, until the block ends. A process has one at a time.
+
+    vLLM freezes all objects as a model starts, thaws them as it ends, and asks for ten collections in between, each of
+    which would look at all that was ever imported, for half a second. So what was there before is frozen for good.
+    """
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
     gc.freeze()
+    with patch.object(gc, "freeze", lambda: None), patch.object(gc, "unfreeze", lambda: None):
+        llm = LLM(str(checkpoint), **{"enforce_eager": True, "dtype": "bfloat16", "max_model_len": 128} | options)
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            cleanup_dist_env_and_memory()
 
 
 @contextmanager
 def served(checkpoint: Path, *, options: dict[str, Any] | None = None, **settings: Any) -> Iterator[Served]:
     """Serve a checkpoint, with room for adapters. `settings` are `ServeSettings`'s, `options` vLLM's."""
     settings = {"threads": 1, "adapter_swap": True} | settings
-    options = {"enable_lora": True, "max_loras": settings.get("max_adapters", 8)} | (options or {})
+    own = {
+        "enable_lora": True,
+        "max_loras": settings.get("max_adapters", 8),
+        "quantization": "ktft",
+        "load_format": "ktft",
+        "worker_cls": "ktft.serve.vllm.cpu_worker.KtftCpuWorker",
+        "worker_extension_cls": "ktft.serve.vllm.worker.KtftWorker",
+        "num_gpu_blocks_override": BLOCKS,
+    }
     environment = ENVIRONMENT | ServeSettings(str(checkpoint), **settings).to_env()
     with patch.dict(os.environ, environment), patch.object(experts, "_current", None):
         from vllm.platforms import current_platform
@@ -134,30 +157,11 @@ def served(checkpoint: Path, *, options: dict[str, Any] | None = None, **setting
         # Once is enough, and each time looks at every name in every module
         override = current_platform.register_triton_kernel_overrides
         current_platform.register_triton_kernel_overrides = functools.cache(override)
-        from vllm import LLM
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        _freeze("after the import")
         register()  # vLLM loads plugins once a process: an earlier test may have made it do so without ktft
-        llm = LLM(
-            str(checkpoint),
-            **{
-                "quantization": "ktft",
-                "load_format": "ktft",
-                "worker_cls": "ktft.serve.vllm.cpu_worker.KtftCpuWorker",
-                "worker_extension_cls": "ktft.serve.vllm.worker.KtftWorker",
-                "enforce_eager": True,
-                "max_model_len": 128,
-                "dtype": "bfloat16",
-                "num_gpu_blocks_override": BLOCKS,
-            }
-            | (options or {}),
-        )
-        made = Served(llm)
-        try:
-            yield made
-        finally:
-            llm.llm_engine.engine_core.shutdown()
-            del llm, made.llm
-            cleanup_dist_env_and_memory()
-            _freeze("after the modules that a first model imports")
+        with engine(checkpoint, **own | (options or {})) as llm:
+            made = Served(llm)
+            del llm
+            try:
+                yield made
+            finally:
+                del made.llm

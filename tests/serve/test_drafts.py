@@ -21,7 +21,7 @@ from bad_requests import COMPLETIONS
 from commands import invoke, run
 from conftest import Server, serving
 from gated import bearer
-from in_process import ENVIRONMENT, served
+from in_process import BLOCKS, ENVIRONMENT, engine, served
 from prediction import NUMBER, add_prediction_layer
 from safetensors.torch import load_file, save_file
 from tiny import write_checkpoint
@@ -77,16 +77,9 @@ def continued(llm: Any) -> list[tuple[list[int], list[Any]]]:
 def by_vllm_alone(model: Path, family: str) -> list[tuple[list[int], list[Any]]]:
     """The same by vLLM's own experts in bf16."""
     with patch.dict(os.environ, ENVIRONMENT | {"VLLM_MLA_DISABLE": "1"}):
-        from vllm import LLM
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        llm = LLM(str(model), enforce_eager=True, dtype="bfloat16", max_model_len=128, **OPTIONS[family], **SPECULATIVE)
-        try:
+        options = {"num_gpu_blocks_override": BLOCKS} | OPTIONS[family] | SPECULATIVE
+        with engine(model, **options) as llm:
             return continued(llm)
-        finally:
-            llm.llm_engine.engine_core.shutdown()
-            del llm
-            cleanup_dist_env_and_memory()
 
 
 def same(one: list[tuple[list[int], list[Any]]], other: list[tuple[list[int], list[Any]]]) -> float:

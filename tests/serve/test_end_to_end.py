@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import invoke, run
 from conftest import Server, serving
+from forked import Forks
 from in_process import served
 from tiny import factory_settings, write_data
 
@@ -26,29 +26,33 @@ MEAN_LIMIT = 0.05  # nats: merging rounds every weight to bf16 once more
 pytestmark = pytest.mark.skipif(not TRAINING_BIN, reason="KTFT_TRAINING_BIN names no training environment")
 
 
-def training(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of the training environment."""
-    own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200"} | environment
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """`training("ktft", ...)` -> what a program of the training environment prints. It must succeed."""
+    folder = tmp_path_factory.mktemp("training")
+    forks = Forks(folder, python=Path(TRAINING_BIN or "") / "python")
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    program = [str(Path(TRAINING_BIN or "") / command[0]), *command[1:]]
-    return subprocess.run(program, env=clean | own, capture_output=True, text=True, timeout=300)
+    own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200", "HF_DATASETS_CACHE": str(folder / "cache")}
 
+    def run(name: str, *arguments: str) -> str:
+        out, err = folder / "out", folder / "err"
+        status = forks.start([str(Path(TRAINING_BIN or "") / name), *arguments], clean | own, out, stderr=err).wait()
+        assert status == 0, f"{name} {arguments}:\n{out.read_text()[-4000:]}{err.read_text()[-4000:]}"
+        return out.read_text()
 
-def succeed(*command: str, **environment: str) -> str:
-    done = training(*command, **environment)
-    assert done.returncode == 0, f"{command}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
-    return done.stdout
+    yield run
+    forks.close()
 
 
 @pytest.fixture(scope="module")
-def trained(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(served_checkpoint: Path, training: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an `adapter` of the served checkpoint, and with the checkpoint that both are `merged` into."""
     folder = tmp_path_factory.mktemp("run")
     learning = {"per_device_train_batch_size": 8, "learning_rate": 1e-2, "max_steps": 40, "logging_steps": 10}
     data = write_data(folder / "data")
     settings = factory_settings(served_checkpoint, data, folder / "adapter", lora_rank=8, lora_alpha=16, **learning)
     (folder / "train.yaml").write_text(json.dumps(settings))  # JSON is YAML
-    succeed("llamafactory-cli", "train", str(folder / "train.yaml"), HF_DATASETS_CACHE=str(folder / "cache"))
+    training("llamafactory-cli", "train", str(folder / "train.yaml"))
     status, said = run("merge", served_checkpoint, folder / "adapter", folder / "merged", "--threads", "1")
     assert status == 0, said
     return folder
@@ -111,12 +115,10 @@ def test_merged_and_unmerged_answer_alike(server: Server, trained: Path, adapted
 
 
 def test_the_server_has_the_model_that_was_trained(
-    served_checkpoint: Path, trained: Path, server: Server, adapted: str
+    served_checkpoint: Path, training: Callable[..., str], trained: Path, server: Server, adapted: str
 ) -> None:
     """It gives the log-probabilities of the model that was trained, within the noise of bf16."""
-    done = training("ktft", *verify(server, served_checkpoint, trained), "--served-model-name", adapted)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout)
+    report = json.loads(training("ktft", *verify(server, served_checkpoint, trained), "--served-model-name", adapted))
     assert report["verdict"] == "adapter applied", report["problems"]
     assert 0.9 < report["applied"] < 1.1 and report["base"]["mean"] > 3 * report["limit"]
     assert report["tokens"] > 500 and report["continued"] > 100

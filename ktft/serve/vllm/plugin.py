@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+
 from ktft import hosts
 from ktft.config import serve_settings
 from ktft.hosts import vllm
@@ -22,3 +25,7 @@ def register() -> None:
     hosts.install(vllm.OF_PROCESS)
     register_quantization_config("ktft")(KtftQuantization)
     register_model_loader("ktft")(KtftModelLoader)
+    # A collection that looks at all of vLLM's import takes half a second: vLLM asks for some before it serves, and
+    # Python for two at the end of a process, which needs none
+    gc.freeze()
+    atexit.register(gc.freeze)
