@@ -175,10 +175,10 @@ def _execute(command: list[str], environment: dict[str, str]) -> subprocess.Comp
 
 
 @pytest.fixture(scope="session")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+def forks(library_forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     """For `fork_cli`."""
     pytest.importorskip("llamafactory")
-    forks = Forks(tmp_path_factory.mktemp("forks"))
+    forks = Forks(tmp_path_factory.mktemp("forks"), beneath=library_forks)
     yield forks
     forks.close()
 
