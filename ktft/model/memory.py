@@ -19,7 +19,7 @@ from ktft.lanes.gpu.lane import CHUNK_BYTES
 from ktft.model import lazy_logits
 from ktft.model.dense_memory import PLAIN_ON_GPU, DenseChoice, dense_memory
 from ktft.model.shape import ModelShape, MoeShape
-from ktft.model.workload import BF16, FP32, Adapter, Adapters, Workload
+from ktft.model.workload import BF16, FP32, Adapter, PlannedAdapters, Workload
 
 BASELINE = 580 << 20  # Python with torch, transformers, peft and LLaMA-Factory imported: resident code and heap
 CUDA_LIBRARIES = 220 << 20  # added to BASELINE by a CUDA build of torch, whether or not a GPU is used
@@ -208,7 +208,7 @@ def _largest_layer(
 
 
 @functools.lru_cache(maxsize=64)
-def _features(shape: ModelShape, adapters: Adapters, without: int | None) -> set[tuple[int, int, int]]:
+def _features(shape: ModelShape, adapters: PlannedAdapters, without: int | None) -> set[tuple[int, int, int]]:
     """What decoder layers have of output features without LoRA, and of output and input features with it."""
     adapted = {(a.layer, a.in_features, a.out_features) for a in adapters}
     layers: dict[int, tuple[int, int, int]] = {}

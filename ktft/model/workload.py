@@ -48,7 +48,7 @@ class Adapter:
         return self.count * self.rank * self.shared * FP32
 
 
-class Adapters(tuple[Adapter, ...]):
+class PlannedAdapters(tuple[Adapter, ...]):
     """Some LoRA. A plan asks the same of it for each workload that it tries, so each answer is found once."""
 
     @functools.cached_property
@@ -72,22 +72,22 @@ class Adapters(tuple[Adapter, ...]):
         return sum(a.spread_grads for a in self)
 
     @functools.cached_property
-    def on_experts(self) -> Adapters:
+    def on_experts(self) -> PlannedAdapters:
         """Those on routed experts."""
-        return Adapters(a for a in self if a.projection)
+        return PlannedAdapters(a for a in self if a.projection)
 
     @functools.cached_property
-    def elsewhere(self) -> Adapters:
+    def elsewhere(self) -> PlannedAdapters:
         """Those on linear layers."""
-        return Adapters(a for a in self if not a.projection)
+        return PlannedAdapters(a for a in self if not a.projection)
 
     @functools.cached_property
-    def by_layer(self) -> dict[int | None, Adapters]:
+    def by_layer(self) -> dict[int | None, PlannedAdapters]:
         """Those of each layer."""
         layers: dict[int | None, list[Adapter]] = {}
         for adapter in self:
             layers.setdefault(adapter.layer, []).append(adapter)
-        return {layer: Adapters(own) for layer, own in layers.items()}
+        return {layer: PlannedAdapters(own) for layer, own in layers.items()}
 
     def __hash__(self) -> int:
         return self._hash
@@ -104,7 +104,7 @@ class Workload:
     `placement` and `gpu_expert_memory` are those of `ktft.config.Settings`; they have no effect without a GPU.
     """
 
-    adapters: Adapters  # all LoRA
+    adapters: PlannedAdapters  # all LoRA
     batch: int  # sequences in one forward pass
     sequence: int  # tokens in each sequence
     accumulation: int = 1  # forward passes in one optimizer step
@@ -152,16 +152,16 @@ class Workload:
         """The activation mode of experts. With a GPU, checkpointing keeps their outputs and recomputes gate and up."""
         return "recompute" if gpu and self.checkpointing else self.activation
 
-    def on_experts(self, layer: int | None = None) -> Adapters:
+    def on_experts(self, layer: int | None = None) -> PlannedAdapters:
         """LoRA on the routed experts of one layer, or of all layers."""
         every = self.adapters.on_experts
-        return every if layer is None else every.by_layer.get(layer, Adapters())
+        return every if layer is None else every.by_layer.get(layer, PlannedAdapters())
 
-    def elsewhere(self) -> Adapters:
+    def elsewhere(self) -> PlannedAdapters:
         """LoRA on linear layers."""
         return self.adapters.elsewhere
 
-    def training_bytes(self, adapters: Adapters) -> int:
+    def training_bytes(self, adapters: PlannedAdapters) -> int:
         """Bytes of parameters, gradients and moments. All are fp32: peft creates LoRA so for any model dtype."""
         return int(adapters.parameters * FP32 * (2 + self.states))
 

@@ -118,8 +118,8 @@ def published_torch_rate(machine: Machine, work: Workload) -> TorchRate:
 
 
 def timed_expert_rate(
-    runtime: native.Runtime, machine: Machine, moe: MoeShape, expert_format: str, tokens: int, adapters: Sequence[Adapter],
-    activation: str,
+    runtime: native.Runtime, machine: Machine, moe: MoeShape, expert_format: str, tokens: int,
+    adapters: Sequence[Adapter], activation: str,
 ) -> ExpertRate:  # fmt: skip
     """Time a layer with as many of these experts as is quick, and as many rows per expert as in training."""
     matrix, each = moe.hidden_size * moe.intermediate_size, len(moe.projections)
