@@ -1,4 +1,7 @@
-"""Fixtures shared by all tests: checkpoints, data, a training YAML, and the commands a user types."""
+"""Fixtures shared by all tests: checkpoints, data, a training YAML, and the commands a user types.
+
+They import torch and what needs it themselves: pytest's process that only hands tests to workers can do without.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +36,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from fake_cuda import Fake, build
 from forked import LIBRARIES, Forks
 from given import RunCli, RunPython
-from plots import without_plots
-from tiny import factory_settings, write_checkpoint, write_data
 
 import ktft_autoload
-from ktft import hosts, native
+from ktft import hosts
 from ktft.hosts import llamafactory
 from ktft.system import available_memory
 from ktft.versions import version_of
@@ -57,6 +57,8 @@ MEMORY_PER_WORKER = 3 << 30
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """The workers of `-n auto`: as many as this process has cores, and memory has room for."""
+    from ktft import native
+
     return max(1, min(native.topology()["cores"], available_memory() // MEMORY_PER_WORKER))
 
 
@@ -69,6 +71,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def reports_without_plots() -> Iterator[None]:
     """Runs in the test's process leave out the plots: see `plots.py`."""
+    from plots import without_plots
+
     with without_plots():
         yield
 
@@ -76,6 +80,8 @@ def reports_without_plots() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`tiny_checkpoint("qwen3moe" | "dsv2" | "dsv3")` -> a checkpoint, made once. Copy it before changing it."""
+    from tiny import write_checkpoint
+
     made: dict[str, Path] = {}
 
     def make(family: str) -> Path:
@@ -95,6 +101,8 @@ def base(tiny_checkpoint: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """LLaMA-Factory's `dataset_dir`: sets `sft`, `pt`, `dpo` (rm too) and `kto`."""
+    from tiny import write_data
+
     return write_data(tmp_path_factory.mktemp("data"))
 
 
@@ -119,6 +127,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Fake:
 @pytest.fixture
 def train_yaml(tiny_checkpoint: Callable[[str], Path], data_dir: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """`train_yaml("dsv3", stage="sft", **overrides)` -> LLaMA-Factory settings: 2 steps with ktft's experts."""
+    from tiny import factory_settings
 
     def make(family: str = "qwen3moe", stage: str = "sft", **overrides: Any) -> dict[str, Any]:
         own = {
@@ -213,6 +222,8 @@ def fork_python(library_forks: Forks, tmp_path: Path) -> RunPython:
 @pytest.fixture
 def run_exp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
     """LLaMA-Factory as a library, in this process."""
+    import torch
+
     run_exp = pytest.importorskip("llamafactory.train.tuner").run_exp
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -120,7 +120,9 @@ class Forks:
             stderr: the same; None is where stdout goes.
             open_files: how many files the command may have open.
         """
-        if sys.modules["torch"].cuda.is_available():
+        import torch
+
+        if torch.cuda.is_available():
             words = f"ulimit -n {open_files} && " if open_files else ""
             words += f'exec "$@" < {quote(str(stdin))} > {quote(str(stdout))} '
             words += f"2> {quote(str(stderr))}" if stderr else "2>&1"
