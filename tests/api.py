@@ -1,10 +1,9 @@
-"""`llamafactory-cli api` in a process of its own."""
+"""`llamafactory-cli api`, beside the test."""
 
 from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,23 +13,19 @@ from typing import Any
 
 import httpx
 import yaml
+from forked import Forks
 
 
 @contextmanager
-def api_server(directory: Path, settings: dict[str, Any], **environment: str) -> Iterator[httpx.Client]:
+def api_server(forks: Forks, directory: Path, settings: dict[str, Any], **environment: str) -> Iterator[httpx.Client]:
     """A client of a server that answers until the block ends."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     config, log = directory / "api.yaml", directory / "log"
     config.write_text(yaml.safe_dump(settings))
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            [str(Path(sys.executable).parent / "llamafactory-cli"), "api", str(config)],
-            env=os.environ | {"API_HOST": "127.0.0.1", "API_PORT": str(port)} | environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+    command = [str(Path(sys.executable).parent / "llamafactory-cli"), "api", str(config)]
+    server = forks.start(command, os.environ | {"API_HOST": "127.0.0.1", "API_PORT": str(port)} | environment, log)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=300) as client:
             deadline = time.monotonic() + 600

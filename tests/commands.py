@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+from typer import testing
 from typer.testing import CliRunner, Result
 
 from ktft.cli.main import app
+
+# The runner would make all of the app's commands anew for each one that it runs
+testing._get_command = functools.cache(testing._get_command)
 
 
 def invoke(*arguments: object, **how: Any) -> Result:

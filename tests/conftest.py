@@ -1,4 +1,7 @@
-"""Fixtures shared by all tests: checkpoints, data, a training YAML, and the commands a user types."""
+"""Fixtures shared by all tests: checkpoints, data, a training YAML, and the commands a user types.
+
+They import torch and what needs it themselves: pytest's process that only hands tests to workers can do without.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ import signal
 import subprocess
 import sys
 
+# Until all tests are collected: of the time that imports take, a quarter would go into looking for cycles
+gc.disable()
 # Before any library is imported, since each of them reads these once. Triton's functions are made for a GPU or for its
 # interpreter once and for all. torch's sums depend on how many threads share them: here as in the processes that tests
 # start it is one, on every machine and however many tests run beside each other.
@@ -42,8 +47,6 @@ import ktft_autoload
 from ktft.system import available_memory
 from ktft.versions import version_of
 
-# Below, what imports torch and transformers is imported where it is needed: not in the process that only hands tests to
-# workers, for which they wait
 pytest.register_assert_rewrite("commands", "contract", "hot", "planning", "runs")
 
 collect_ignore = [] if version_of("llamafactory") else ["test_factory_options.py", "test_llamafactory.py"]
@@ -63,6 +66,7 @@ def pytest_collection_finish() -> None:
     """Leave what is imported by now out of later collections: each run of the Trainer asks for one of 0.3 s."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
@@ -188,10 +192,10 @@ def _execute(command: list[str], environment: dict[str, str]) -> subprocess.Comp
 
 
 @pytest.fixture(scope="session")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+def forks(library_forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     """For `fork_cli`."""
     pytest.importorskip("llamafactory")
-    forks = Forks(tmp_path_factory.mktemp("forks"))
+    forks = Forks(tmp_path_factory.mktemp("forks"), beneath=library_forks)
     yield forks
     forks.close()
 

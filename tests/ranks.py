@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from forked import Forks
+from forked import LIBRARIES, Forks
 
 TESTS = Path(__file__).parent
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -46,11 +46,12 @@ def run_jobs(processes: int, folder: Path, *jobs: dict[str, Any], **environment:
 
 @functools.cache
 def _forks() -> Forks:
-    """A process that has imported what the program needs, once for all runs of a worker of pytest."""
+    """A process that has imported what the program needs, once for all runs."""
     folder = tempfile.TemporaryDirectory(prefix="ktft-ranks-")
-    forks = Forks(Path(folder.name), ["torch", "transformers.trainer", "accelerate", "peft", "ktft", "rank_program"])
-    atexit.register(folder.cleanup)
-    atexit.register(forks.close)
+    beneath = Forks(Path(folder.name), LIBRARIES)
+    forks = Forks(Path(folder.name), ["accelerate", "ktft", "rank_program"], beneath)
+    for each in (folder.cleanup, beneath.close, forks.close):
+        atexit.register(each)
     return forks
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from api import api_server
+from forked import Forks
 from given import Checkpoint
 
 
@@ -18,7 +19,7 @@ def request(number: int, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("leaving", [5, pytest.param(20, marks=pytest.mark.full)])
 def test_disconnected_clients_do_not_change_later_answers(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, leaving: int
+    tiny_checkpoint: Checkpoint, forks: Forks, tmp_path: Path, leaving: int
 ) -> None:
     """Each token has two experts, whose sum has the same bits in whichever order the lanes add them."""
     settings = {
@@ -33,7 +34,7 @@ def test_disconnected_clients_do_not_change_later_answers(
         content: str = reply["choices"][0]["message"]["content"]
         return content
 
-    with api_server(tmp_path, settings, KTFT_EMULATE_GPU="1") as client:
+    with api_server(forks, tmp_path, settings, KTFT_EMULATE_GPU="1") as client:
         undisturbed = [ask(client, number) for number in range(4)]
         assert len(set(undisturbed)) > 1
         for number in range(leaving):

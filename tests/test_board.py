@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from llamafactory.hparams import get_train_args
 
 from ktft.train.llamafactory import settings_of
 
-pytest.importorskip("gradio", reason="LLaMA Board needs gradio")
+# gradio takes seconds to import, so only the tests that make the page do
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="LLaMA Board needs gradio")
 
 Page = Callable[..., tuple[Any, dict[Any, Any]]]
 

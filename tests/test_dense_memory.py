@@ -33,6 +33,7 @@ from ktft.model.fit import Room
 from ktft.model.memory import footprint, loss_bytes
 from ktft.model.meta import meta_model
 from ktft.model.shape import ModelShape, shape_of
+from ktft.model.workload import PlannedAdapters
 from ktft.system import GIB
 from ktft.train.recipe import Recipe, dense_choice, training_fit, training_reserve
 
@@ -233,7 +234,7 @@ def test_a_loss_in_chunks_takes_no_more_for_more_tokens() -> None:
     shape, _ = shape_of(config)
 
     def of(stage: str, tokens: int) -> int:
-        work = Recipe(stage=stage, per_device_train_batch_size=1, cutoff_len=tokens).workload((), 2)
+        work = Recipe(stage=stage, per_device_train_batch_size=1, cutoff_len=tokens).workload(PlannedAdapters(), 2)
         return loss_bytes(shape, work, gpu=True)
 
     hidden = 2 * 7168 * 2
@@ -242,6 +243,6 @@ def test_a_loss_in_chunks_takes_no_more_for_more_tokens() -> None:
     assert of("dpo", 4096) == 2 * of("dpo", 2048)
     one_word = shape.vocab_size * 12
     assert of("sft", 16) == 16 * (hidden + one_word)
-    works = (Recipe(stage=stage, cutoff_len=2048).workload((), 2) for stage in ("sft", "dpo"))
+    works = (Recipe(stage=stage, cutoff_len=2048).workload(PlannedAdapters(), 2) for stage in ("sft", "dpo"))
     chunked, whole = (footprint(shape, work, "k4", threads=1, nodes=1, gpu=True).vram_bytes for work in works)
     assert whole - chunked > 8 * 2048 * shape.vocab_size * 12

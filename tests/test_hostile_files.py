@@ -22,6 +22,7 @@ from forked import Forks
 from given import RunCli, TrainYaml
 from holding import held_by_another
 from runs import STATE, require_same_end, trainer
+from tiny import write_checkpoint
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
@@ -92,8 +93,9 @@ def test_killed_at_any_change_while_a_checkpoint_is_saved(
         assert {("checkpoint-3",), ("checkpoint-3", "checkpoint-7")} <= seen
 
 
-def test_killed_at_any_change_while_an_adapter_is_saved(base: Path, tmp_path: Path) -> None:
+def test_killed_at_any_change_while_an_adapter_is_saved(tmp_path: Path) -> None:
     """In its place lies the old one, the new one, or what is refused by the name of what does not fit."""
+    base = write_checkpoint("qwen3moe", tmp_path / "base", num_hidden_layers=1)  # each state is loaded
     folder, old, new = tmp_path / "adapter", tmp_path / "old", tmp_path / "new"
     small, large = (trainer(base, tmp_path, lora={"r": r}).model for r in (2, 4))
     small.save_pretrained(old)

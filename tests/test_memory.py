@@ -23,7 +23,7 @@ from ktft.model.experts import find_experts
 from ktft.model.memory import active_experts, expert_buffers, packed_per_node, torch_activations
 from ktft.model.shape import MoeShape, shape_of
 from ktft.model.shortage import by_cause, require_memory
-from ktft.model.workload import Adapter, Workload
+from ktft.model.workload import Adapter, PlannedAdapters, Workload
 from ktft.train.recipe import Recipe
 
 DEEPSEEK = Path(__file__).parent / "data" / "deepseek-v3"
@@ -111,7 +111,7 @@ def test_memory_grows_with_what_the_recipe_asks() -> None:
     recipe = Recipe(per_device_train_batch_size=1)
 
     def work(**changes: Any) -> Workload:
-        return replace(recipe, **changes).workload((), 2)
+        return replace(recipe, **changes).workload(PlannedAdapters(), 2)
 
     least = torch_activations(shape, work(), gpu=True)
     for changes in ({"cutoff_len": 4096}, {"disable_gradient_checkpointing": True}, {"per_device_train_batch_size": 2}):

@@ -19,6 +19,7 @@ from tiny import FAMILIES, MORE_FAMILIES, make_config, write_checkpoint
 from ktft import config, native, system
 from ktft.config import EXPERT_FORMATS, Settings
 from ktft.model.shape import shape_of
+from ktft.model.workload import PlannedAdapters
 from ktft.plan import backbone, machine, planner, rates
 from ktft.plan.description import Description
 from ktft.plan.source import read_source
@@ -338,7 +339,7 @@ def test_recipe_follows_llamafactorys_keys_and_defaults(tmp_path: Path) -> None:
     )
     assert (recipe.settings.expert_format, recipe.settings.activation) == ("int8", "recompute")
     assert any("kt_max_cache_depth" in note for note in notes)
-    work = recipe.workload((), 2)
+    work = recipe.workload(PlannedAdapters(), 2)
     assert (work.batch, work.sequence, work.accumulation) == (4, 4096, 4)
     assert (work.mixed, work.states, work.activation) == (False, 0.0, "recompute")
 

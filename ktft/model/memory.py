@@ -7,6 +7,7 @@ fitted with tests/scripts/plan_accuracy.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,7 @@ from ktft.lanes.gpu.lane import CHUNK_BYTES
 from ktft.model import lazy_logits
 from ktft.model.dense_memory import PLAIN_ON_GPU, DenseChoice, dense_memory
 from ktft.model.shape import ModelShape, MoeShape
-from ktft.model.workload import BF16, FP32, Adapter, Workload
+from ktft.model.workload import BF16, FP32, Adapter, PlannedAdapters, Workload
 
 BASELINE = 580 << 20  # Python with torch, transformers, peft and LLaMA-Factory imported: resident code and heap
 CUDA_LIBRARIES = 220 << 20  # added to BASELINE by a CUDA build of torch, whether or not a GPU is used
@@ -201,16 +202,23 @@ def _largest_layer(
     and of layers with LoRA `lora_output` and `lora_input` for each output and input feature. Inputs and outputs of
     `without` features do not count.
     """
-    adapted = {(a.layer, a.in_features, a.out_features) for a in work.elsewhere()}
-    layers: dict[int, float] = {}
+    layers = _features(shape, work.elsewhere(), without)
+    sizes = (plain * output + out * lora_output + into * lora_input for plain, out, into in layers)
+    return max(sizes, default=0.0)
+
+
+@functools.lru_cache(maxsize=64)
+def _features(shape: ModelShape, adapters: PlannedAdapters, without: int | None) -> set[tuple[int, int, int]]:
+    """What decoder layers have of output features without LoRA, and of output and input features with it."""
+    adapted = {(a.layer, a.in_features, a.out_features) for a in adapters}
+    layers: dict[int, tuple[int, int, int]] = {}
     for linear in shape.linears:
         if linear.layer is not None:
             into, out = (0 if each == without else each for each in (linear.in_features, linear.out_features))
-            size = out * output
-            if (linear.layer, linear.in_features, linear.out_features) in adapted:
-                size = out * lora_output + into * lora_input
-            layers[linear.layer] = layers.get(linear.layer, 0.0) + size
-    return max(layers.values(), default=0.0)
+            own = (linear.layer, linear.in_features, linear.out_features) in adapted
+            plain, lora_out, lora_in = layers.get(linear.layer, (0, 0, 0))
+            layers[linear.layer] = (plain, lora_out + out, lora_in + into) if own else (plain + out, lora_out, lora_in)
+    return set(layers.values())
 
 
 def _layer_activations(shape: ModelShape, work: Workload) -> float:
@@ -290,8 +298,8 @@ def footprint(
     if work is None:
         return Footprint(packed, ram, vram)
     lora = work.on_experts()
-    own, summed = sum(a.parameters for a in lora) * FP32, sum(a.spread_grads for a in lora)
-    ram["expert LoRA"] = own + sum(a.spread_bytes for a in lora)
+    own, summed = lora.parameters * FP32, lora.spread_grads
+    ram["expert LoRA"] = own + lora.spread_bytes
     ram["its gradients and moments"] = work.training_bytes(lora) - own + (summed if gpu else 0)
     place["other LoRA, gradients, moments"] = work.training_bytes(work.elsewhere())
     on: dict[str, Any] = {"threads": threads, "nodes": nodes, "activation": work.expert_activation(gpu=gpu)}
@@ -302,7 +310,7 @@ def footprint(
     retained = max(kept) if work.checkpointing else sum(kept)
     largest = max(layer.workspace for layer in buffers)
     io = 6 * work.expert_tokens * shape.hidden_size * FP32  # hidden states, outputs and their gradients in transit
-    layer_grads = [sum(a.spread for a in work.on_experts(n)) for n in shape.moe]
+    layer_grads = [work.on_experts(n).spread for n in shape.moe]
     # A further pass's gradients exist beside those they are added to, and each expert's before they are summed
     second = work.accumulation > 1 or summed > 0
     ram["expert activations"] = retained + largest + io + (max(layer_grads) * FP32 if second else 0)
@@ -362,7 +370,7 @@ def _lane_buffers(shape: ModelShape, work: Workload, packed: float) -> int:
     """Bytes of the lanes' buffers, which all layers share; `packed` as in `lane_chunk`."""
 
     def of_layer(number: int, moe: MoeShape) -> int:
-        lora = sum(a.spread for a in work.on_experts(number))
+        lora = work.on_experts(number).spread
         experts, each = lane_chunk(moe, lora, packed, residents=bool(work.gpu_expert_memory))
         return experts * each
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ktft.config import SHARED_OUTER
@@ -49,6 +48,55 @@ class Adapter:
         return self.count * self.rank * self.shared * FP32
 
 
+class PlannedAdapters(tuple[Adapter, ...]):
+    """Some LoRA. A plan asks the same of it for each workload that it tries, so each answer is found once."""
+
+    @functools.cached_property
+    def parameters(self) -> int:
+        """The sum of theirs."""
+        return sum(a.parameters for a in self)
+
+    @functools.cached_property
+    def spread(self) -> int:
+        """The sum of theirs."""
+        return sum(a.spread for a in self)
+
+    @functools.cached_property
+    def spread_bytes(self) -> int:
+        """The sum of theirs."""
+        return sum(a.spread_bytes for a in self)
+
+    @functools.cached_property
+    def spread_grads(self) -> int:
+        """The sum of theirs."""
+        return sum(a.spread_grads for a in self)
+
+    @functools.cached_property
+    def on_experts(self) -> PlannedAdapters:
+        """Those on routed experts."""
+        return PlannedAdapters(a for a in self if a.projection)
+
+    @functools.cached_property
+    def elsewhere(self) -> PlannedAdapters:
+        """Those on linear layers."""
+        return PlannedAdapters(a for a in self if not a.projection)
+
+    @functools.cached_property
+    def by_layer(self) -> dict[int | None, PlannedAdapters]:
+        """Those of each layer."""
+        layers: dict[int | None, list[Adapter]] = {}
+        for adapter in self:
+            layers.setdefault(adapter.layer, []).append(adapter)
+        return {layer: PlannedAdapters(own) for layer, own in layers.items()}
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+
 @dataclass(frozen=True)
 class Workload:
     """The properties of one optimizer step that memory and time depend on.
@@ -56,7 +104,7 @@ class Workload:
     `placement` and `gpu_expert_memory` are those of `ktft.config.Settings`; they have no effect without a GPU.
     """
 
-    adapters: tuple[Adapter, ...]  # all LoRA
+    adapters: PlannedAdapters  # all LoRA
     batch: int  # sequences in one forward pass
     sequence: int  # tokens in each sequence
     accumulation: int = 1  # forward passes in one optimizer step
@@ -104,27 +152,18 @@ class Workload:
         """The activation mode of experts. With a GPU, checkpointing keeps their outputs and recomputes gate and up."""
         return "recompute" if gpu and self.checkpointing else self.activation
 
-    def on_experts(self, layer: int | None = None) -> list[Adapter]:
+    def on_experts(self, layer: int | None = None) -> PlannedAdapters:
         """LoRA on the routed experts of one layer, or of all layers."""
-        if layer is None:
-            return [a for a in self.adapters if a.projection]
-        return self._on_experts.get(layer, [])
+        every = self.adapters.on_experts
+        return every if layer is None else every.by_layer.get(layer, PlannedAdapters())
 
-    @functools.cached_property
-    def _on_experts(self) -> dict[int | None, list[Adapter]]:
-        """The same by layer: a plan asks for each layer of each workload that it tries."""
-        of_layers: dict[int | None, list[Adapter]] = {}
-        for adapter in self.on_experts():
-            of_layers.setdefault(adapter.layer, []).append(adapter)
-        return of_layers
-
-    def elsewhere(self) -> list[Adapter]:
+    def elsewhere(self) -> PlannedAdapters:
         """LoRA on linear layers."""
-        return [a for a in self.adapters if not a.projection]
+        return self.adapters.elsewhere
 
-    def training_bytes(self, adapters: Iterable[Adapter]) -> int:
+    def training_bytes(self, adapters: PlannedAdapters) -> int:
         """Bytes of parameters, gradients and moments. All are fp32: peft creates LoRA so for any model dtype."""
-        return int(sum(a.parameters for a in adapters) * FP32 * (2 + self.states))
+        return int(adapters.parameters * FP32 * (2 + self.states))
 
 
 def expert_adapters(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import count, takewhile
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from ktft.model.fit import Room, fit
 from ktft.model.memory import Footprint, resident_bytes
 from ktft.model.shape import MoeShape
 from ktft.model.shortage import by_cause, largest_cause, shortage
-from ktft.model.workload import Adapter, Workload
+from ktft.model.workload import PlannedAdapters, Workload
 from ktft.plan import rates
 from ktft.plan.backbone import Untimed, timed_layers
 from ktft.plan.description import ALONE, GPUS, Machine, Together, gpu_of_size
@@ -57,7 +56,7 @@ class Planner:
             raise ValueError(f"{recipe.settings.needs_gpu}, but the machine has no GPU; {cure}")
         if recipe.settings.expert_lora == SHARED_OUTER and together.ranks > 1:
             raise ValueError(NOT_SHARED.format(f"{together.ranks} processes share the experts"))
-        self._adapters: dict[tuple[str, int, str | None], tuple[Adapter, ...]] = {}
+        self._adapters: dict[tuple[str, int, str | None], PlannedAdapters] = {}
         self.work = self._workload(recipe)
         self._on_gpu = machine.gpu is not None and not recipe.use_cpu
         self.formats = (source.expert_format,) if source.expert_format else EXPERT_FORMATS
@@ -96,7 +95,7 @@ class Planner:
             )
         return rates.OtherRates(products, layers)
 
-    def _expert_rate(self, name: str, moe: MoeShape, lora: list[Any]) -> rates.ExpertRate:
+    def _expert_rate(self, name: str, moe: MoeShape, lora: PlannedAdapters) -> rates.ExpertRate:
         if not self.machine.measured:
             return rates.published_expert_rate(self.machine, moe, name, lora)
         settings = self.recipe.settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,7 +92,9 @@ def expert_flops(moe: MoeShape, tokens: int) -> float:
 # --- from tables ------------------------------------------------------------------------------------------------------
 
 
-def published_expert_rate(machine: Machine, moe: MoeShape, expert_format: str, adapters: list[Adapter]) -> ExpertRate:
+def published_expert_rate(
+    machine: Machine, moe: MoeShape, expert_format: str, adapters: Sequence[Adapter]
+) -> ExpertRate:
     """The experts' rate on a machine that is only described, from published figures."""
     size = "small" if moe.intermediate_size < SMALL_INTERMEDIATE else "large"
     shares = SHARES[size if machine.isa == "amx_bf16" else "vector"]
@@ -116,8 +118,8 @@ def published_torch_rate(machine: Machine, work: Workload) -> TorchRate:
 
 
 def timed_expert_rate(
-    runtime: native.Runtime, machine: Machine, moe: MoeShape, expert_format: str, tokens: int, adapters: list[Adapter],
-    activation: str,
+    runtime: native.Runtime, machine: Machine, moe: MoeShape, expert_format: str, tokens: int,
+    adapters: Sequence[Adapter], activation: str,
 ) -> ExpertRate:  # fmt: skip
     """Time a layer with as many of these experts as is quick, and as many rows per expert as in training."""
     matrix, each = moe.hidden_size * moe.intermediate_size, len(moe.projections)
@@ -159,7 +161,7 @@ def timed_expert_rate(
     return ExpertRate(forward, backward, 2 * each * experts * matrix / packing)
 
 
-def _lora(moe: MoeShape, experts: int, adapters: list[Adapter]) -> ExpertLora | None:
+def _lora(moe: MoeShape, experts: int, adapters: Sequence[Adapter]) -> ExpertLora | None:
     pairs = {
         a.projection: LoraPair(
             torch.randn(experts, a.rank, a.in_features), torch.zeros(experts, a.out_features, a.rank), 1.0

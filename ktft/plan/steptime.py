@@ -138,7 +138,7 @@ def simulated_lanes(
     for number, moe in shape.moe.items():
         dims = moe.num_experts, moe.hidden_size, moe.intermediate_size
         packed = sum(native.packed_bytes(*dims, expert_format, machine.nodes, moe.biases, moe.gated))
-        lora = sum(a.spread for a in work.on_experts(number))
+        lora = work.on_experts(number).spread
         top_k = max(round(moe.top_k * moe.held.share), 1)  # routes of a token that end here
         each = packed // moe.num_experts, lora // moe.num_experts
         experts, _ = lane_chunk(moe, lora, packed / moe.parameters, residents=resident > 0)

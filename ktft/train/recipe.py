@@ -24,7 +24,7 @@ from ktft.model.fit import Fit, Room, fit
 from ktft.model.memory import Footprint
 from ktft.model.shape import ModelShape, shape_of
 from ktft.model.shortage import PACKED, WEIGHTS, by_cause
-from ktft.model.workload import BF16, FP32, Adapter, Workload, expert_adapters
+from ktft.model.workload import BF16, FP32, Adapter, PlannedAdapters, Workload, expert_adapters
 
 # Sequences that a stage runs together for each row of the batch: chosen and rejected, or a row and its KL pair.
 SEQUENCES = {"pt": 1, "sft": 1, "rm": 2, "dpo": 2, "kto": 2}
@@ -77,7 +77,7 @@ class Recipe:
         if self.use_cpu and self.settings.needs_gpu and not emulate_gpu():
             raise ValueError(f"use_cpu is true, but {self.settings.needs_gpu}, which needs a GPU; remove one of them")
 
-    def workload(self, adapters: tuple[Adapter, ...], weight_bytes: int) -> Workload:
+    def workload(self, adapters: PlannedAdapters, weight_bytes: int) -> Workload:
         """The work of one step with these adapters. Each weight outside the experts takes `weight_bytes` bytes."""
         return Workload(
             adapters=adapters,
@@ -96,7 +96,7 @@ class Recipe:
             deferred=self.optim.startswith("adamw_torch"),
         )
 
-    def adapters(self, shape: ModelShape, model: nn.Module) -> tuple[Adapter, ...]:
+    def adapters(self, shape: ModelShape, model: nn.Module) -> PlannedAdapters:
         """All LoRA that training would add to a model whose experts are empty `KtftExperts`.
 
         Raises ValueError if lora_target matches nothing, or the router, or only some experts.
@@ -114,7 +114,7 @@ class Recipe:
             for linear in shape.linears
             if linear.name in reach.modules
         )
-        return (*expert_adapters(shape.moe, ranks, self.settings.expert_lora), *others)
+        return PlannedAdapters((*expert_adapters(shape.moe, ranks, self.settings.expert_lora), *others))
 
 
 def read_recipe(path: Path | None) -> tuple[Recipe, list[str]]:
