@@ -14,8 +14,6 @@ import signal
 import subprocess
 import sys
 
-# Until all tests are collected: of the time that imports take, a quarter would go into looking for cycles
-gc.disable()
 # Before any library is imported, since each of them reads these once. Triton's functions are made for a GPU or for its
 # interpreter once and for all. torch's sums depend on how many threads share them: here as in the processes that tests
 # start it is one, on every machine and however many tests run beside each other.
@@ -47,6 +45,8 @@ import ktft_autoload
 from ktft.system import available_memory
 from ktft.versions import version_of
 
+# Until all tests are collected: of the time that imports take, a quarter would go into looking for cycles
+gc.disable()
 pytest.register_assert_rewrite("commands", "contract", "hot", "planning", "runs")
 
 collect_ignore = [] if version_of("llamafactory") else ["test_factory_options.py", "test_llamafactory.py"]
