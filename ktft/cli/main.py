@@ -27,6 +27,7 @@ from ktft.cli.plan import plan
 from ktft.cli.refusal import refuse
 from ktft.cli.serve import serve
 from ktft.cli.verify import verify
+from ktft.system import end_without_collections
 
 ORDER = ("doctor", "plan", "train", "convert", "verify", "merge", "export", "serve", "chat", "bench", "version")
 """The commands as a newcomer needs them."""
@@ -41,6 +42,7 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Exit status 2 for what the user can mend."""
+        end_without_collections()
         try:
             return super().invoke(ctx)
         except BrokenPipeError:  # whoever reads, as `head`, has enough: typer ends the command without a word

@@ -45,7 +45,7 @@ from ktft.model.experts import find_experts
 from ktft.model.fit import Room
 from ktft.model.quantizer import check_flash_attention, configure
 from ktft.ranks.launch import Launch
-from ktft.system import available_memory
+from ktft.system import available_memory, end_without_collections
 from ktft.train.checkpoints import hold
 from ktft.train.muon import take_stacked
 from ktft.train.recipe import (
@@ -128,6 +128,7 @@ def parse_args(
     args = module.read_args(args if args is not None else _json_arguments(module))
     if any("use_kt" in str(key) for key in args) and _is_command():
         errors.install()
+        end_without_collections()
     known = {field.name for field in fields(module.ModelArguments)}
     use_kt, kt_config, top_level, rest = _split(args, known)
     if not use_kt:

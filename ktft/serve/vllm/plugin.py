@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 
 from ktft import hosts
 from ktft.config import serve_settings
 from ktft.hosts import vllm
+from ktft.system import end_without_collections
 
 
 def register() -> None:
@@ -25,7 +25,6 @@ def register() -> None:
     hosts.install(vllm.OF_PROCESS)
     register_quantization_config("ktft")(KtftQuantization)
     register_model_loader("ktft")(KtftModelLoader)
-    # A collection that looks at all of vLLM's import takes half a second: vLLM asks for some before it serves, and
-    # Python for two at the end of a process, which needs none
+    # A collection that looks at all of vLLM's import takes half a second, and vLLM asks for some before it serves
     gc.freeze()
-    atexit.register(gc.freeze)
+    end_without_collections()
