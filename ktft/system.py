@@ -1,5 +1,6 @@
 """Reads what Linux says about memory (totals, cgroup limits, this process, transparent hugepages) and the CPU; how a
-process of ktft ends."""
+process of ktft ends.
+"""
 
 from __future__ import annotations
 
