@@ -116,6 +116,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stock_hosts() -> Iterator[None]:
     """Remove ktft's patches of other libraries for the test, and put them back afterwards."""
     from ktft import hosts
+    from ktft.hosts import llamafactory
 
     patched = hosts.undo()
     yield
@@ -123,7 +124,7 @@ def stock_hosts() -> Iterator[None]:
     hosts.install(patched)
     for name in ktft_autoload.MODULES:  # patched as soon as they are imported, which the test may have done
         if name in sys.modules:
-            hosts.llamafactory.adapt(sys.modules[name])
+            llamafactory.adapt(sys.modules[name])
 
 
 @pytest.fixture(scope="session")

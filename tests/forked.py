@@ -177,7 +177,7 @@ class Forks:
 
 def _main(name: str, *modules: str) -> None:
     """Import the modules, then fork for all who connect to this name. Returns in each command's process too."""
-    signal.alarm(0)  # of `_run`, where this process is a fork of another one
+    signal.alarm(LIMIT)  # whoever started this process may have ended
     listening = socket.socket(socket.AF_UNIX)
     try:
         listening.bind("\0" + name)
@@ -198,6 +198,7 @@ def _main(name: str, *modules: str) -> None:
     while clients or not connected:
         if select.select([listening], [], [], 1.0)[0]:
             connected, client = True, listening.accept()[0]
+            signal.alarm(0)
             clients.add(os.fork())
             if 0 in clients:
                 listening.close()

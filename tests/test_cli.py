@@ -249,8 +249,10 @@ def test_train_hands_over_to_llamafactory(tmp_path: Path, monkeypatch: pytest.Mo
     [({}, 2), pytest.param({"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "1"}, 1, marks=pytest.mark.full)],
     ids=["one-process", "torchrun"],
 )
-def test_train_ends_as_llamafactory_does(run_cli: RunCli, env: dict[str, str], code: int) -> None:
-    done = run_cli(["ktft", "train"], {"stage": "sft"}, check=False, env=env)
+def test_train_ends_as_llamafactory_does(run_cli: RunCli, tmp_path: Path, env: dict[str, str], code: int) -> None:
+    settings = tmp_path / """it's "設定" {x} $HOME 3.yaml"""
+    settings.write_text("stage: sft")
+    done = run_cli(["ktft", "train", str(settings)], check=False, env=env)
     assert done.returncode == code
     assert "Please provide `model_name_or_path`" in done.stdout
     assert ("Traceback" in done.stdout) == bool(env)  # torchrun's own

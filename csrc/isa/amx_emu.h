@@ -34,7 +34,7 @@ struct EmulatedTiles {
   }
 
   // As Intel defines it: even and odd products are summed separately, the sums are added, then C; subnormals are zero.
-  // A product of two bf16 is exact in fp32, so it and its sum need no fused operation, which is a call without AVX2.
+  // A product of two bf16 is exact in fp32, so it and its sum need no fused operation, which is a call on plain x86-64.
   template <int C, int A, int B>
   static void dot() {
     alignas(16) float a[16][32], b[16][32];

@@ -48,28 +48,22 @@ class Adapter:
         return self.count * self.rank * self.shared * FP32
 
 
+def _sum_of(name: str) -> functools.cached_property[int]:
+    """The sum of a property of all adapters."""
+    return functools.cached_property(lambda adapters: sum(getattr(each, name) for each in adapters))
+
+
 class PlannedAdapters(tuple[Adapter, ...]):
-    """Some LoRA. A plan asks the same of it for each workload that it tries, so each answer is found once."""
+    """Some LoRA. A plan asks the same of it for each workload that it tries, so each answer is found once.
 
-    @functools.cached_property
-    def parameters(self) -> int:
-        """The sum of theirs."""
-        return sum(a.parameters for a in self)
+    Attributes:
+        parameters, spread, spread_bytes, spread_grads: the sums of theirs.
+    """
 
-    @functools.cached_property
-    def spread(self) -> int:
-        """The sum of theirs."""
-        return sum(a.spread for a in self)
-
-    @functools.cached_property
-    def spread_bytes(self) -> int:
-        """The sum of theirs."""
-        return sum(a.spread_bytes for a in self)
-
-    @functools.cached_property
-    def spread_grads(self) -> int:
-        """The sum of theirs."""
-        return sum(a.spread_grads for a in self)
+    parameters = _sum_of("parameters")
+    spread = _sum_of("spread")
+    spread_bytes = _sum_of("spread_bytes")
+    spread_grads = _sum_of("spread_grads")
 
     @functools.cached_property
     def on_experts(self) -> PlannedAdapters:
