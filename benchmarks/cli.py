@@ -215,6 +215,9 @@ def step(
         list[str] | None, typer.Option(help=f"{', '.join(PLACEMENTS)}: where experts run; repeatable. [auto]")
     ] = None,
     gpu_expert_memory: Annotated[str, typer.Option(help="For experts that stay on the GPU: a size, or auto.")] = "0",
+    gpu_activation_memory: Annotated[
+        list[str] | None, typer.Option(help="For layers that are not run again: a size, or auto; repeatable. [auto]")
+    ] = None,
     routing: Routings = None,
     rank: Annotated[int, typer.Option(min=1, max=LARGEST_RANK, help="LoRA rank.")] = 8,
     checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing, as LLaMA-Factory does.")] = True,
@@ -234,6 +237,9 @@ def step(
     with _refusing():
         shapes = [parse_step_shape(text) for text in shape or STEP_SHAPES[:1]]
         memory = Settings(gpu_expert_memory=gpu_expert_memory).gpu_expert_memory
+        stored = [
+            Settings(gpu_activation_memory=each).gpu_activation_memory for each in gpu_activation_memory or ["auto"]
+        ]
 
     from benchmarks.step import report
     from benchmarks.step.peers import PEERS
@@ -242,7 +248,7 @@ def step(
 
     names = [each.name for each in PEERS]
     plan = Plan(shapes, layers or [2], sorted(set(gpus or [1])), tokens or [512, 4096], micro_batches, orders, routings,
-                formats, placements, memory, rank, checkpointing, runs, threads,
+                formats, placements, memory, stored, rank, checkpointing, runs, threads,
                 _peers(peer, names, names))  # fmt: skip
     with _refusing(errors=(ValueError, WorkerError)):
         records, failed = _recorded(console, output, partial(run, plan))

@@ -131,6 +131,8 @@ class Settings:
             through the whole model before the next.
         cuda_graphs: whether what a decoder layer does around its experts is recorded on a GPU, and played back in a few
             launches, if its activations are checkpointed.
+        gpu_activation_memory: bytes of GPU memory, also given as `8G`, in which layers under gradient checkpointing may
+            keep their activations, so that they are not run again; `auto` takes what training leaves.
         expert_routing: a file with the tokens that each expert got in an earlier run, by which several processes share
             the experts so that each gets about as many; None leaves neighbours to different processes.
         expert_lora: whether a new adapter gives each expert matrices of its own (`per_expert`), or one A for gate, one
@@ -157,6 +159,7 @@ class Settings:
     gpu_expert_memory: int | str = None  # type: ignore[assignment]  # never None once it is made
     micro_batches_together: int | str = "auto"
     cuda_graphs: bool = True
+    gpu_activation_memory: int | str = "auto"
     expert_routing: str | None = None
     expert_lora: str | None = None
     dense_format: str | None = None
@@ -241,21 +244,21 @@ def _check_expert_routing(value: Any) -> Any:
     return value
 
 
-def _check_gpu_expert_memory(value: Any) -> int | str | None:
-    """A text is a size as a person writes it; a whole number is a number of bytes."""
-    if value is None or value == "auto":
-        return value
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    if not isinstance(value, str):
-        raise ValueError(f"gpu_expert_memory is {value!r}; {_GPU_EXPERT_MEMORY}")
-    try:
-        return parse_size(value)
-    except ValueError as error:
-        raise ValueError(f"gpu_expert_memory is {value!r}; {_GPU_EXPERT_MEMORY} ({error})") from None
+def _share_of_gpu(name: str, *others: object) -> Callable[[Any], Any]:
+    """A check for a size or `auto`. A text is a size as a person writes it; a whole number is a number of bytes."""
+    wanted = "give a size, for instance 8G, or auto, or 0"
 
+    def check(value: Any) -> Any:
+        if value in ("auto", *others) or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+            return value
+        if not isinstance(value, str):
+            raise ValueError(f"{name} is {value!r}; {wanted}")
+        try:
+            return parse_size(value)
+        except ValueError as error:
+            raise ValueError(f"{name} is {value!r}; {wanted} ({error})") from None
 
-_GPU_EXPERT_MEMORY = "give a size, for instance 8G, or auto, or 0"
+    return check
 
 
 def _check_gpu_memory(value: Any) -> int | None:
@@ -278,7 +281,8 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "expert_checkpoint": check_expert_checkpoint,
     "verify_checksums": _flag("verify_checksums"),
     "placement": _one_of("placement", PLACEMENTS),
-    "gpu_expert_memory": _check_gpu_expert_memory,
+    "gpu_expert_memory": _share_of_gpu("gpu_expert_memory", None),
+    "gpu_activation_memory": _share_of_gpu("gpu_activation_memory"),
     "micro_batches_together": lambda value: (
         value if value == "auto" else _count("micro_batches_together", "auto")(value)
     ),

@@ -81,6 +81,7 @@ _DENSE_LORA = "ktft has no dense LoRA experts; LoRA goes on the routed experts t
 KT_KEYS: dict[str, KtKey] = {
     **{name: KtKey(name) for name in SETTINGS},
     "gpu_expert_memory": KtKey("gpu_expert_memory", _written_size),
+    "gpu_activation_memory": KtKey("gpu_activation_memory", _written_size),
     "gpu_memory": KtKey("gpu_memory", _written_size),
     # These keys of KTransformers have a meaning in ktft.
     "kt_expert_weight_format": KtKey("expert_format", _format, remarks=_AMXINT4),

@@ -39,7 +39,8 @@ class Job:
         tokens: the sizes of the batches to time, of one sequence each.
         routing: `uniform` or `zipf`.
         rank, checkpointing: LoRA's rank, and whether backward recomputes activations.
-        format, placement, gpu_expert_memory, threads: ktft's settings, for runners that use them.
+        format, placement, gpu_expert_memory, gpu_activation_memory, threads: ktft's settings, for runners that use
+            them.
         gpus: how many GPUs train together, a process for each, with batches of their own.
         micro_batches: of each step, with `tokens` each.
         order: of ktft's step if there are several, one of `ORDERS`.
@@ -55,6 +56,7 @@ class Job:
     format: str = ""
     placement: str = ""
     gpu_expert_memory: int | str = 0
+    gpu_activation_memory: int | str = "auto"
     threads: int | None = None
     gpus: int = 1
     micro_batches: int = 1
@@ -64,7 +66,9 @@ class Job:
     def name(self) -> str:
         """The job's name for a person."""
         together = f"on {self.gpus} GPUs" if self.gpus > 1 else ""
-        return " ".join(part for part in (self.runner, self.format, self.placement, self.order, together) if part)
+        stored = "" if self.gpu_activation_memory == "auto" else f"stored {self.gpu_activation_memory}"
+        parts = self.runner, self.format, self.placement, self.order, stored, together
+        return " ".join(part for part in parts if part)
 
     def settings(self) -> Settings:
         """ktft's settings. Experts stay on the GPU only if asked for; `resident` keeps all that fit.
@@ -76,7 +80,11 @@ class Job:
         if self.placement == "resident" and memory == 0:
             memory = "auto"
         return Settings(
-            expert_format=self.format, threads=self.threads, placement=self.placement, gpu_expert_memory=memory
+            expert_format=self.format,
+            threads=self.threads,
+            placement=self.placement,
+            gpu_expert_memory=memory,
+            gpu_activation_memory=self.gpu_activation_memory,
         )
 
     @classmethod
@@ -156,6 +164,7 @@ class StepRecord:
     format: str
     placement: str
     gpu_expert_memory: int | str
+    gpu_activation_memory: int | str
     device: str
     cpu: str
     isa: str

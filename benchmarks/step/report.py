@@ -34,7 +34,8 @@ def make_table(records: Sequence[StepRecord]) -> Table:
         speed = f"{r.tokens_per_second:.0f}", f"{r.over_floor:.2f}"
         cells = (*times, marginal, *speed, *memory, *ratios(r.peers, peers))
         tokens = str(r.tokens) if r.micro_batches == 1 else f"{r.micro_batches} x {r.tokens}"
-        lanes = f"{r.placement} {r.order}".rstrip()
+        stored = "" if r.gpu_activation_memory == "auto" else f"stored {r.gpu_activation_memory}"
+        lanes = " ".join(part for part in (r.placement, r.order, stored) if part)
         table.add_row(r.shape, str(r.layers), str(r.gpus), tokens, r.routing, r.format, lanes, *cells)
     return table
 

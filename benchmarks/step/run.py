@@ -38,6 +38,7 @@ class Plan:
     formats: list[str]
     placements: list[str]
     gpu_expert_memory: int | str
+    gpu_activation_memory: list[int | str]
     rank: int
     checkpointing: bool
     runs: int
@@ -77,11 +78,13 @@ class Group:
                 placement=placement,
                 order=order,
                 gpu_expert_memory=plan.gpu_expert_memory,
+                gpu_activation_memory=stored,
                 gpus=gpus,
             )
             for fmt in plan.formats
             for placement in plan.placements
             for order in plan.orders
+            for stored in plan.gpu_activation_memory
             for gpus in plan.gpus
         ]
         self.failed: dict[str, str] = {}
@@ -236,6 +239,7 @@ def record(group: Group, job: Job, tokens: int, smaller: Group | None) -> StepRe
         format=job.format,
         placement=job.placement,
         gpu_expert_memory=job.settings().gpu_expert_memory,
+        gpu_activation_memory=job.gpu_activation_memory,
         device=facts["device"],
         cpu=system.cpu_name(),
         isa=facts["isa"],

@@ -188,7 +188,7 @@ class Ktft(ModelRunner):
     def __init__(self, job: Job) -> None:
         self.placement = usable_placement(job.settings(), cuda=torch.cuda.is_available() or emulate_gpu())
         super().__init__(job)
-        self.order = LayerOrder(self.model, Lockstep(self.device))
+        self.order = LayerOrder(self.model, Lockstep(self.device), activation_memory=job.gpu_activation_memory)
         self.by_layer = self.order.records
 
     def make_optimizer(self, trained: list[Tensor]) -> torch.optim.Optimizer:
@@ -203,12 +203,15 @@ class Ktft(ModelRunner):
         together = len(batches) if self.job.order == ORDERS[0] else 1
         if together == 1 and not self.by_layer:
             return super().accumulate(batches)
+        self.order.stored.begin_step()
         with self.model.no_sync() if self.job.gpus > 1 else nullcontext():
             works = [partial(self.train, ids) for ids in batches]
             losses = []
             for first in range(0, len(works), together):
                 group = works[first : first + together]
-                losses += self.order.run(group, self.order.lockstep.seeded(len(group)))
+                tokens = sum(ids.numel() for ids in batches[first : first + together])
+                stored = self.order.stored.fitting(tokens) if self.job.gpus == 1 else 0
+                losses += self.order.run(group, self.order.lockstep.seeded(len(group)), tokens, stored)
         average_gradients(self.model)
         return torch.stack(losses).sum()
 

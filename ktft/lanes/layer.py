@@ -70,8 +70,8 @@ class LanedExperts:
             meanwhile: gives the GPU independent work on the hidden states, once the CPU is at work.
             own: what is kept in place of the output, if ranks share the experts. If it was found, the values of the
                 output mean nothing.
-            link: equal in the two calls that checkpointing makes of one layer with the same tensors; None if nobody
-                knows of it.
+            link: equal in the two calls that checkpointing makes of one layer with the same tensors, and that of a call
+                which is not made again; None if nobody knows.
 
         Raises:
             ValueError: as `routed_experts`.
@@ -119,24 +119,26 @@ class LanedExperts:
             with lanes.steady_pass(layer, number, index.numel(), Work.FORWARD) as lane:
                 return lane.forward(layer, hidden.detach(), index, weights.detach().float(), lora)
 
-        if again:
+        kept = self.kept.linked.get(link)
+        if again or kept is None:
             if not lanes.is_steady(layer, len(hidden), index.shape[1], lora):
                 return None
             # A copy, since a recorded layer overwrites its tensors before the host has them
             copied = index.to(torch.int64, copy=True)
             routing = lanes.crossing.to_host(copied, hidden.sum(1, dtype=torch.float32))
             out = forward()
-            self.kept.linked[link] = SteadyKept(out, out._version, copied, routing, state_of(lora))
-            return out
-        kept = self.kept.linked.get(link)
-        if not isinstance(kept, SteadyKept):
+            if again:
+                self.kept.linked[link] = SteadyKept(out, out._version, copied, routing, state_of(lora))
+                return out
+        elif isinstance(kept, SteadyKept):
+            del self.kept.linked[link]
+            lanes.compare(kept.top_k_index, index)
+            out, routing = kept.out, kept.routing
+            if out._version != kept.version or kept.state != state_of(lora):
+                out = forward()
+        else:
             return None
-        del self.kept.linked[link]
-        lanes.compare(kept.top_k_index, index)
-        out = kept.out
-        if out._version != kept.version or kept.state != state_of(lora):
-            out = forward()
-        call = SteadyCall(lanes, layer, number, lora, record, kept.routing, out.detach(), partial(_room, lanes))
+        call = SteadyCall(lanes, layer, number, lora, record, routing, out.detach(), partial(_room, lanes))
         parameters = lora.parameters() if lora is not None else []
         call.owes = lanes.may_owe(parameters)
         if not call.owes and any(tensor.requires_grad for tensor in parameters):

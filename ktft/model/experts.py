@@ -62,7 +62,7 @@ class KtftExperts(nn.Module):
             the output is the sum over that part only.
         tp_size: how many of these processes, neighbours by number, have the same tokens.
         together: the setting `micro_batches_together`.
-        cuda_graphs, expert_lora: the settings of these names.
+        cuda_graphs, gpu_activation_memory, expert_lora: the settings of these names.
         place: where in a step the model is; None if nobody needs to know.
     """
 
@@ -80,6 +80,7 @@ class KtftExperts(nn.Module):
         self.tp_size = 1
         self.together: int | str = "auto"
         self.cuda_graphs = True
+        self.gpu_activation_memory: int | str = "auto"
         self.expert_lora: str | None = None
         self.place: StepPlace | None = None
         self.hidden_size = self.in_features = self.out_features = layer.hidden_size

@@ -27,7 +27,8 @@ class PlainCall:
             a call that `waits`, those and `given` may be away (`ktft.model.away`) until its way back.
         made: the outputs themselves, in the same order; None until the layer has been run with gradients.
         random: the random numbers that the layer begins with.
-        link: what the experts know the call by, if it is run again.
+        stored: whether the layer keeps its activations, though it is checkpointed.
+        link: what the experts know the call by, in both passes if it is run again.
     """
 
     layer: nn.Module
@@ -39,6 +40,7 @@ class PlainCall:
     random: RandomState = ()
     contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     marks: dict[str, int] = field(default_factory=dict)  # how much the model had collected before
+    stored: bool = False
     link: object = field(default_factory=object)
 
     @property
@@ -57,11 +59,11 @@ class PlainCall:
         return len(self.cuts)
 
     def first(self) -> Any:
-        """Run the layer for the first time, without gradients if it is checkpointed. Returns leaves as its outputs."""
-        again = is_checkpointed(self.layer)
+        """Run the layer for the first time, without gradients if it is run again. Returns leaves as its outputs."""
+        again = is_checkpointed(self.layer) and not self.stored
         member = current()
         assert member is not None
-        member.cuts, member.link = (None, self.link) if again else (self.cuts, None)
+        member.cuts, member.link = None if again else self.cuts, self.link
         if again:
             self.random, self.contexts = member.random_state(), list(autocast_of(self.given))
         lists = collected.lists()

@@ -4,9 +4,9 @@ The usual order takes a micro-batch through the whole model, forward and backwar
 through a layer before the next layer. Each runs the stock code with its own tokens, in lockstep: it waits where it
 calls the routed experts, and these run once, on the tokens of all. The graph of autograd is cut at each decoder layer.
 So the loss of each micro-batch is computed and goes backward by itself, down to the last layer's output; then the
-layers go backward, last first. A layer that is checkpointed is run again then. Within a layer, each micro-batch goes
-backward to the experts, these go backward once for all, and each micro-batch goes on to the layer's input: only one at
-a time needs memory for gradients of attention.
+layers go backward, last first. A layer that is checkpointed is run again then, unless there was memory to keep its
+activations. Within a layer, each micro-batch goes backward to the experts, these go backward once for all, and each
+micro-batch goes on to the layer's input: only one at a time needs memory for gradients of attention.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ktft.model.layer_call import PlainCall, is_checkpointed, send_back
 from ktft.model.lockstep import Lockstep, RandomState, current
 from ktft.model.recorder import LayerRecorder
 from ktft.model.replayed import ReplayedCall, ReplayedLayer
+from ktft.model.stored import SMALLEST, StoredActivations, input_bytes
 
 Result = TypeVar("Result")
 
@@ -72,6 +73,7 @@ class _MicroBatch:
         layers: the decoder layers, each with its number.
         slot: its number among those that go together.
         away: takes what waits for backward, if GPU memory is short.
+        stored: says which layers keep their activations, if it is free.
         kept: what the experts of each layer keep for backward.
         leaves: id of a tensor that the model gave to layers -> that tensor, what the layers got in its place, and the
             number of the first call that got it.
@@ -81,6 +83,7 @@ class _MicroBatch:
     recorder: LayerRecorder
     slot: int
     away: Away
+    stored: StoredActivations
     kept: dict[nn.Module, list[KeptOutputs]]
     calls: list[PlainCall | ReplayedCall] = field(default_factory=list)
     leaves: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
@@ -96,8 +99,9 @@ class _MicroBatch:
         given = [self._leaf(each) if isinstance(each, Tensor) and each.requires_grad else each for each in flat]
         member = current()
         assert member is not None
-        found = self.recorder.recording(layer, given, spec, self.slot) if is_checkpointed(layer) else None
-        call = None
+        stores, found, call = self.stored.takes(self.layers[layer]), None, None
+        if is_checkpointed(layer) and not (stores and input_bytes(given) > SMALLEST):
+            found = self.recorder.recording(layer, given, spec, self.slot)
         if found is not None:
             call = ReplayedCall(self.recorder, self.layers[layer], layer, given, spec, found)
         if self.recorder.on and member.meet(("layer", len(self.calls)), call, _play):
@@ -106,7 +110,7 @@ class _MicroBatch:
                 self.recorder.lockstep.set_random_state(call.random)
             self.calls.append(call)
             return call.take_out()
-        plain = PlainCall(layer, given, spec)
+        plain = PlainCall(layer, given, spec, stored=stores)
         out = plain.first()
         self.calls.append(plain)
         return out
@@ -159,14 +163,19 @@ class _MicroBatch:
 class LayerOrder:
     """Runs micro-batches of a model together, which must have no `obstacle`.
 
-    `record` says whether to record what layers do, on a device that can.
+    Args:
+        record: whether to record what layers do, on a device that can.
+        activation_memory: the setting `gpu_activation_memory`.
 
     Attributes:
         away: takes what waits for backward, once it is switched on.
+        stored: says which checkpointed layers keep their activations.
         waiting: bytes that waited for backward on the device when the last group failed.
     """
 
-    def __init__(self, model: nn.Module, lockstep: Lockstep, record: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, lockstep: Lockstep, record: bool = True, activation_memory: int | str = "auto"
+    ) -> None:
         layers = list(decoder_layers(model).values())
         self._layers = {layer: number for number, layer in enumerate(layers)}
         self._sparse = frozenset(layer for layer in layers if find_experts(layer))
@@ -174,31 +183,40 @@ class LayerOrder:
         laned = {layer: [each.laned for each in find_experts(layer).values()] for layer in layers}
         self._kept = {layer: [each.kept for each in found if each is not None] for layer, found in laned.items()}
         self.lockstep, self.recorder = lockstep, LayerRecorder(layers, lockstep, record)
-        self.away, self.waiting = Away(device_of(next(layers[0].parameters()).device)), 0
+        device = device_of(next(layers[0].parameters()).device)
+        self.away, self.waiting = Away(device), 0
+        self.stored = StoredActivations(device, len(layers), activation_memory)
 
     @property
     def records(self) -> bool:
         """Whether layers may be recorded, so that it pays to run even one micro-batch in this order."""
         return self.recorder.on and any(getattr(layer, "gradient_checkpointing", False) for layer in self._layers)
 
-    def run(self, works: Sequence[Callable[[], Result]], states: Sequence[RandomState]) -> list[Result]:
+    def run(
+        self, works: Sequence[Callable[[], Result]], states: Sequence[RandomState], tokens: int = 0, stored: int = 0
+    ) -> list[Result]:
         """Run the training steps of micro-batches, forward and backward. Returns what they return.
 
         Args:
             works: the steps.
             states: the random numbers that each begins with.
+            tokens: how many they have, padding included; 0 if it is not known.
+            stored: how many layers keep their activations, of those that `stored.fitting` allows.
 
         Raises:
             BaseException: what the first of them raised.
         """
         self.recorder.begin()
         self.away.begin()
+        self.stored.begin(tokens, stored)
         for layer in self._layers:
             _run_without_checkpoint(layer)
-        batches = [_MicroBatch(self._layers, self.recorder, slot, self.away, self._kept) for slot in range(len(works))]
+        given = self.away, self.stored, self._kept
+        batches = [_MicroBatch(self._layers, self.recorder, slot, *given) for slot in range(len(works))]
         going = [partial(_in, batch, work) for batch, work in zip(batches, works, strict=True)]
         try:
             results = self.lockstep.run(going, states)
+            self.stored.see_loss()
             self._go_back(batches)
         except BaseException:
             kept = {id(each): each.bytes for found in self._kept.values() for each in found}
@@ -206,6 +224,7 @@ class LayerOrder:
             raise
         finally:
             self.away.end()
+        self.stored.end()
         for lanes in {module.laned.lanes for module in self._experts if module.laned is not None}:
             if lanes.running is not None:
                 lanes.running.deliver()
@@ -235,8 +254,8 @@ class LayerOrder:
             ReplayedLayer(replayed).backward()
             return
         plain = [call.plain() if isinstance(call, ReplayedCall) else call for call in calls]
-        again = [call for call in plain if call.waits]
-        self.lockstep.run([call.again for call in again], [call.random for call in again])
+        if again := [call for call in plain if call.waits]:
+            self.lockstep.run([call.again for call in again], [call.random for call in again])
         for number in reversed(range(max((call.experts for call in plain), default=0))):
             if ends := [end for call in plain for end in call.to_experts(number)]:
                 send_back(ends)

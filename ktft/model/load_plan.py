@@ -201,6 +201,7 @@ def swap_experts(
         experts[number].number = number if launch.ranks > 1 else None
         experts[number].together = settings.micro_batches_together
         experts[number].cuda_graphs = settings.cuda_graphs
+        experts[number].gpu_activation_memory = settings.gpu_activation_memory
         experts[number].expert_lora = settings.expert_lora
         block = model.get_submodule(name.rpartition(".")[0])
         if lanes is not None:

@@ -65,6 +65,7 @@ class KtftConfig(QuantizationConfigMixin):
         gpu_expert_memory: int | str | None = Settings.gpu_expert_memory,
         micro_batches_together: int | str = Settings.micro_batches_together,
         cuda_graphs: bool = Settings.cuda_graphs,
+        gpu_activation_memory: int | str = Settings.gpu_activation_memory,
         expert_routing: str | None = Settings.expert_routing,
         expert_lora: str | None = Settings.expert_lora,
         dense_format: str | None = Settings.dense_format,
@@ -89,6 +90,7 @@ class KtftConfig(QuantizationConfigMixin):
         self.gpu_expert_memory = gpu_expert_memory
         self.micro_batches_together = micro_batches_together
         self.cuda_graphs = cuda_graphs
+        self.gpu_activation_memory = gpu_activation_memory
         self.expert_routing = expert_routing
         self.expert_lora = expert_lora
         self.dense_format = dense_format

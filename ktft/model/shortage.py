@@ -100,7 +100,8 @@ class GpuUse:
         recordings: of layers.
         residents: experts that stay.
         buffers: of streamed experts.
-        waiting: activations that wait for backward.
+        waiting: inputs of layers and outputs of their experts, which wait for backward.
+        stored: activations of layers that are not run again.
         working: all else: activations of the layer at work, and the loss.
         layers: the number of decoder layers.
         together: micro-batches that go through each layer together.
@@ -114,6 +115,7 @@ class GpuUse:
     residents: int
     buffers: int
     waiting: int
+    stored: int
     working: int
     layers: int = 1
     together: int = 1
@@ -129,15 +131,17 @@ class GpuUse:
             "resident experts": self.residents,
             "buffers of streamed experts": self.buffers,
             "activations that wait for backward": self.waiting,
+            "activations of layers that are not run again": self.stored,
             "the layer at work, and the loss": self.working,
         }
-        return "\n".join(f"  {name:<43} {system.readable(size):>12}" for name, size in rows.items() if size)
+        return "\n".join(f"  {name:<45} {system.readable(size):>12}" for name, size in rows.items() if size)
 
     def best_change(self) -> str:
         """The change of one setting that frees most, and how much."""
         tokens, half = self.waiting + self.working, self.together // 2
         # In this order where two free as much: first those that change neither what is learned nor its speed much
         changes = {
+            "set gpu_activation_memory: 0 in kt_config": self.stored,
             "set gpu_expert_memory: 0 in kt_config": self.residents,
             "set dense_placement: host in kt_config": (
                 0 if self.dense_on_host else self.weights * max(self.layers - 2, 0) // self.layers

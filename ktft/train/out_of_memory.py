@@ -67,6 +67,7 @@ def gpu_use(trainer: Any, order: StepOrder | None, lanes: Lanes | None, allocate
         "residents": lane.residents.bytes if lane is not None and lane.residents is not None else 0,
         "buffers": lane.bytes if lane is not None else 0,
         "waiting": layers.waiting if layers is not None else 0,
+        "stored": layers.stored.bytes if layers is not None else 0,
     }
     settings = getattr(model.config, "quantization_config", None)
     return GpuUse(

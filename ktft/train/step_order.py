@@ -69,7 +69,8 @@ class StepOrder:
         several = trainer.args.gradient_accumulation_steps > 1
         why = _why_not(trainer)
         if why is None:
-            self.layers = LayerOrder(trainer.model, self._lockstep, self._experts[0].cuda_graphs)
+            settings = self._experts[0].cuda_graphs, self._experts[0].gpu_activation_memory
+            self.layers = LayerOrder(trainer.model, self._lockstep, *settings)
             self._alone = self.layers.records
             if not self._alone and (asked == 1 or not several):
                 self.layers = None
@@ -81,6 +82,8 @@ class StepOrder:
     def begin(self, step: Sequence[Any]) -> None:
         """Take the micro-batches of the next optimizer step."""
         self.step, self.groups = list(step), []
+        if self.layers is not None:
+            self.layers.stored.begin_step()
         self._set_place(None)
         sizes = [_tokens_of(batch) for batch in self.step]
         if self._lanes is not None and sizes:
@@ -115,9 +118,13 @@ class StepOrder:
         if self.layers is None or (len(group) == 1 and not self._by_layers):
             with self._lockstep.random_numbers(states[0]):
                 return works[0]()
+        tokens = sum(_tokens_of(self.step[each]) for each in group)
+        stored = 0 if self.layers.away.on or keeps_scores(trainer.model) else self.layers.stored.fitting(tokens)
+        if self.ranks is not None:  # a layer's experts exchange tokens in each of its passes
+            stored = min(other for (other,) in self.ranks.numbers(stored))
         # DDP's graph ends at each layer
         with trainer.accelerator.no_sync(trainer.model_wrapped), self._training.kept():
-            return torch.stack(self.layers.run(works, states)).sum()
+            return torch.stack(self.layers.run(works, states, tokens, stored)).sum()
 
     def _set_place(self, place: StepPlace | None) -> None:
         self._place = place
