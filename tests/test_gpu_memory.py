@@ -292,12 +292,13 @@ def test_sizes_are_those_of_what_is_there(base: Path, tmp_path: Path, monkeypatc
         ({"weights": 1 * GIB, "working": 8 * GIB, "batch": 4}, "lower per_device_train_batch_size to 2"),
         ({"waiting": 8 * GIB, "working": 4 * GIB, "batch": 4, "together": 8}, "set micro_batches_together: 4"),
         ({"residents": 6 * GIB, "working": 8 * GIB}, "set gpu_expert_memory: 0"),
+        ({"stored": 6 * GIB, "working": 8 * GIB}, "set gpu_activation_memory: 0"),
         ({"recordings": 6 * GIB, "working": 8 * GIB}, "set cuda_graphs: false"),
         ({"lora": 6 * GIB}, "halve lora_rank"),
     ],
 )
 def test_the_change_that_helps_most(use: dict[str, Any], change: str) -> None:
-    every = dict.fromkeys(("weights", "lora", "recordings", "residents", "buffers", "waiting", "working"), 0)
+    every = dict.fromkeys(("weights", "lora", "recordings", "residents", "buffers", "waiting", "stored", "working"), 0)
     made = GpuUse(**every | use)
     assert made.best_change().startswith(change)
     assert len(made.table().splitlines()) == sum(use.get(name, 0) > 0 for name in every)

@@ -9,12 +9,11 @@ import pytest
 import runs
 import torch
 from adapted import randomize
-from given import Checkpoint
+from given import Checkpoint, RunCli, TrainYaml
 from host_graphs import record_on_host
 from lanes import no_calibration
 from tiny import FAMILIES, MORE_FAMILIES
 from tiny_newer import SEE_IMAGES
-from torch import Tensor, nn
 from transformers import Trainer
 
 from ktft.device import Device, device_of
@@ -111,10 +110,10 @@ def test_same_training(
     assert stored[2] == [[4] * layers, [4] * (layers - 1) + [2], *[[2] * layers] * 2]
 
 
-def test_a_step_of_one_micro_batch(
+def test_recorded_layers_are_run_again(
     tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small layers are recorded rather than stored; large ones are not recorded once they can be stored."""
+    """Of steps with one micro-batch, of 12 and 9 tokens in turn, those whose layers are too large to be recorded."""
     path = tiny_checkpoint("dsv3")
     graphs = record_on_host(monkeypatch.setattr)
     recorded = train(path, tmp_path / "recorded", 6)
@@ -122,10 +121,141 @@ def test_a_step_of_one_micro_batch(
     assert replays
     store(monkeypatch, 0, 0, 0, 3)
     del graphs[:]
-    same = train(path, tmp_path / "small", 6)
-    assert_same(recorded, same)
+    assert_same(recorded, train(path, tmp_path / "small", 6))
     assert sum(graph.replays for graph in graphs) == replays
-    monkeypatch.setattr("ktft.model.layer_order.SMALLEST", 9 * 64 * 4)  # batches have 12 and 9 tokens in turn
+    monkeypatch.setattr("ktft.model.recorder.LARGEST_RECORDED", 9 * 64 * 4)
+    store(monkeypatch, 0, 0, 0, 3)
     stored = train(path, tmp_path / "large", 6)
     assert recorded[0] == pytest.approx(stored[0], rel=1e-5)
-    assert stored[2][4] == [1] * 3
+    assert [max(step) for step in stored[2]] == [2, 2, 2, 4, 1, 0]  # of 9 tokens they are recorded, then played back
+
+
+def test_memory_decides(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """In a training: first none, then one, then as many as fit."""
+    each = int(40 * GIB / (2.5 * 21 * (1 + VRAM_FRAGMENTS)))  # bytes for a layer's activations of one of 21 tokens
+    allocated = [0]
+    monkeypatch.setattr(Device, "memory_allocated", lambda self: allocated[0])
+    monkeypatch.setattr(Device, "free_bytes", lambda self: (41 * GIB, 80 * GIB))  # 1 GiB stays free
+    take, end = StoredActivations.take, StoredActivations.end
+
+    def taking(this: StoredActivations, number: int, given: Any) -> bool:
+        before = this._stored.total()
+        found = take(this, number, given)
+        allocated[0] += each * (this._stored.total() - before)
+        return found
+
+    def ending(this: StoredActivations) -> None:
+        allocated[0] = 0
+        end(this)
+
+    monkeypatch.setattr(StoredActivations, "take", taking)
+    monkeypatch.setattr(StoredActivations, "end", ending)
+    again = train(tiny_checkpoint("dsv3"), tmp_path / "none", 6, micro_batches=2, kt={"gpu_activation_memory": 0})
+    assert again[2] == [[4, 4, 4]] * 6
+    stored = train(tiny_checkpoint("dsv3"), tmp_path / "auto", 6, micro_batches=2)
+    assert_same(again, stored)
+    assert stored[2] == [*[[4, 4, 4]] * SEEN, [4, 4, 2], *[[4, 2, 2]] * 2]
+    assert "2 of 3 layers keep their activations in 30.2 GiB of free GPU memory" in caplog.text
+
+
+class Memory(Device):
+    """A device of which so many bytes are in use, and so many are torch's."""
+
+    capacity, allocated, reserved = 80 * GIB, 10 * GIB, 12 * GIB
+
+    def free_bytes(self) -> tuple[int, int]:
+        return self.capacity - self.reserved, self.capacity
+
+    def memory_allocated(self) -> int:
+        return self.allocated
+
+    def memory_reserved(self) -> int:
+        return self.reserved
+
+
+LAYERS, TOKENS = 48, 1000
+
+
+def group(stored: StoredActivations, device: Memory, tokens: int, waiting: int, each: int, recorded: int = 0) -> int:
+    """A group of micro-batches in a step of its own; returns how many layers keep their activations.
+
+    Args:
+        waiting: bytes that a token has waiting when the loss is known, beside `each` of every layer that keeps its own.
+        recorded: the last layers, which are recorded.
+    """
+    stored.begin_step()
+    count = stored.fitting(tokens)
+    before = device.allocated
+    stored.begin(tokens, count)
+    given = [torch.zeros(1, tokens, 8, requires_grad=True), "sdpa"]
+    kept = sum(stored.take(number, given) for number in range(LAYERS - recorded))
+    device.allocated += tokens * (waiting + each * kept)
+    stored.see_loss()
+    device.allocated = before
+    stored.end()
+    return count
+
+
+def made(memory: int | str = "auto") -> tuple[StoredActivations, Memory]:
+    device = Memory(torch.device("cpu"))
+    return StoredActivations(device, LAYERS, memory), device
+
+
+def test_as_many_as_fit() -> None:
+    stored, device = made()
+    each = int(GIB / TOKENS)
+    counts = [group(stored, device, TOKENS, 500_000, each) for _ in range(SEEN + 3)]
+    # 12 GiB are needed, a quarter of which stays free
+    most = int((80 - 12 - 3) / (1 + VRAM_FRAGMENTS))
+    assert counts == [0] * SEEN + [1] + [min(most, LAYERS)] * 2
+    device.allocated, device.reserved = 40 * GIB, 45 * GIB  # experts stay now
+    assert group(stored, device, TOKENS, 500_000, each) == int((80 - 42 - 42 / 4) / (1 + VRAM_FRAGMENTS)) < LAYERS
+    twice = (80 - 44 - 44 / 4) / 2 / (1 + VRAM_FRAGMENTS)
+    assert group(stored, device, 2 * TOKENS, 500_000, each) == int(twice)
+    device.allocated = 70 * GIB
+    assert group(stored, device, TOKENS, 500_000, each) == 0
+
+
+def test_what_a_layer_keeps_is_seen_better_in_more_layers() -> None:
+    stored, device = made()
+    for _ in range(SEEN):
+        group(stored, device, TOKENS, 500_000, GIB // TOKENS)
+    assert group(stored, device, TOKENS, 600_000, 5 * GIB // TOKENS) == 1  # something else was made meanwhile
+    few = group(stored, device, TOKENS, 500_000, GIB // TOKENS)
+    assert 1 < few < 13 and group(stored, device, TOKENS, 500_000, GIB // TOKENS) == LAYERS
+
+
+def test_layers_that_are_recorded_say_nothing() -> None:
+    """What they take once is not what a layer keeps."""
+    stored, device = made()
+    for _ in range(SEEN):
+        group(stored, device, TOKENS, 500_000, 0)
+    assert [group(stored, device, TOKENS, 500_100, 0, recorded=LAYERS) for _ in range(3)] == [1] * 3
+
+
+def test_the_setting_limits_them() -> None:
+    assert [group(*made(0), TOKENS, 1000, GIB // TOKENS) for _ in range(6)] == [0] * 6
+    stored, device = made(5 * GIB)
+    counts = [group(stored, device, TOKENS, 1000, GIB // TOKENS) for _ in range(SEEN + 2)]
+    assert counts == [0] * SEEN + [1, int(5 / (1 + VRAM_FRAGMENTS))]
+    stored = StoredActivations(device_of(torch.device("cpu")), LAYERS, "auto")
+    for _ in range(SEEN + 1):
+        stored.begin_step()
+        assert stored.fitting(TOKENS) == 0  # whose memory is not a GPU's
+        stored.begin(TOKENS, 0)
+        stored.end()
+
+
+def test_a_command(train_yaml: TrainYaml, fork_cli: RunCli, tmp_path: Path) -> None:
+    losses = []
+    for number, own in enumerate(({}, {"gpu_activation_memory": 0})):
+        out, common = tmp_path / str(number), {"expert_format": "bf16", "threads": 1, "gpu_memory": "64G"}
+        config = train_yaml("dsv3", kt_config=common | own, output_dir=str(out), max_steps=6, logging_steps=1)
+        fork_cli(["llamafactory-cli", "train"], config, env={"KTFT_EMULATE_GPU": "1"})
+        losses.append([each["loss"] for each in runs.logged(out)])
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+    config["kt_config"] |= {"gpu_activation_memory": "much"}
+    done = fork_cli(["llamafactory-cli", "train"], config, env={"KTFT_EMULATE_GPU": "1"}, check=False)
+    assert done.returncode == 2 and "gpu_activation_memory is 'much'; give a size, for instance 8G" in done.stdout

@@ -30,7 +30,7 @@ from ktft.model.layer_call import PlainCall, is_checkpointed, send_back
 from ktft.model.lockstep import Lockstep, RandomState, current
 from ktft.model.recorder import LayerRecorder
 from ktft.model.replayed import ReplayedCall, ReplayedLayer
-from ktft.model.stored import SMALLEST, StoredActivations, input_bytes
+from ktft.model.stored import StoredActivations
 
 Result = TypeVar("Result")
 
@@ -99,9 +99,8 @@ class _MicroBatch:
         given = [self._leaf(each) if isinstance(each, Tensor) and each.requires_grad else each for each in flat]
         member = current()
         assert member is not None
-        stores, found, call = self.stored.takes(self.layers[layer]), None, None
-        if is_checkpointed(layer) and not (stores and input_bytes(given) > SMALLEST):
-            found = self.recorder.recording(layer, given, spec, self.slot)
+        found = self.recorder.recording(layer, given, spec, self.slot) if is_checkpointed(layer) else None
+        call = None
         if found is not None:
             call = ReplayedCall(self.recorder, self.layers[layer], layer, given, spec, found)
         if self.recorder.on and member.meet(("layer", len(self.calls)), call, _play):
@@ -110,7 +109,8 @@ class _MicroBatch:
                 self.recorder.lockstep.set_random_state(call.random)
             self.calls.append(call)
             return call.take_out()
-        plain = PlainCall(layer, given, spec, stored=stores)
+        stored = is_checkpointed(layer) and self.stored.take(self.layers[layer], given)
+        plain = PlainCall(layer, given, spec, stored=stored)
         out = plain.first()
         self.calls.append(plain)
         return out

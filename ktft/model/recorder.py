@@ -16,7 +16,6 @@ from ktft.model.layer_kind import SharedWeights, Unlike, Weights
 from ktft.model.lockstep import Lockstep
 from ktft.model.memory import LARGEST_RECORDED, spare_bytes
 from ktft.model.recording import Recording, Second
-from ktft.model.stored import input_bytes
 
 logger = logging.getLogger("ktft")
 
@@ -78,7 +77,7 @@ class LayerRecorder:
             not self.on
             or layer in self._refused
             or (inputs := _shapes(given)) is None
-            or input_bytes(given) > LARGEST_RECORDED
+            or _most_bytes(given) > LARGEST_RECORDED
         ):
             return None
         try:
@@ -187,6 +186,11 @@ def _shapes(given: Sequence[Any]) -> tuple[object, ...] | None:
         else:
             return None
     return tuple(found)
+
+
+def _most_bytes(given: Sequence[Any]) -> int:
+    """Bytes of the largest input that takes gradients."""
+    return max((each.nbytes for each in given if isinstance(each, Tensor) and each.requires_grad), default=0)
 
 
 def _autocast(kind: str) -> tuple[object, ...]:
