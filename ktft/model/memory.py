@@ -164,9 +164,12 @@ def _sparse_layer(shape: ModelShape, work: Workload) -> float:
     """Bytes per token that backward keeps of the largest layer with routed experts, of what is around them, and what
     they get and return.
     """
-    sparse = replace(shape, linears=tuple(each for each in shape.linears if each.layer in shape.moe))
-    experts = shape.hidden_size * BF16 * _EXPERTS_TENSORS
-    return _layer_kept(sparse, work) + experts + scores_of(shape, work)
+    return _around_experts(shape, work) + shape.hidden_size * BF16 * _EXPERTS_TENSORS + scores_of(shape, work)
+
+
+def _around_experts(shape: ModelShape, work: Workload) -> float:
+    """`_layer_kept` of the layers with routed experts."""
+    return _layer_kept(replace(shape, linears=tuple(each for each in shape.linears if each.layer in shape.moe)), work)
 
 
 def recorded_bytes(shape: ModelShape, work: Workload) -> int:
@@ -175,6 +178,22 @@ def recorded_bytes(shape: ModelShape, work: Workload) -> int:
     if not (work.recorded and work.mixed) or inputs > LARGEST_RECORDED:
         return 0
     return int(work.together * work.tokens * _sparse_layer(shape, work))
+
+
+def stored_layers(shape: ModelShape, work: Workload, free: int, used: int) -> tuple[int, int]:
+    """How many checkpointed layers keep their activations (`ktft.model.stored`), and the bytes of VRAM that this takes,
+    where so many bytes are free and in use. Layers that are recorded do not.
+    """
+    recorded = work.recorded and work.mixed and work.tokens * shape.hidden_size * BF16 <= LARGEST_RECORDED
+    if not work.checkpointing or not work.mixed or work.away or recorded or shape.eager:
+        return 0, 0
+    room = free - spare_bytes(used)
+    if isinstance(work.gpu_activation_memory, int):
+        room = min(room, work.gpu_activation_memory)
+    beside_input = _around_experts(shape, work) - shape.hidden_size * BF16
+    each = int(work.together * work.tokens * beside_input)
+    count = max(0, min(shape.layers, room // each))
+    return count, count * each
 
 
 def loss_chunks(shape: ModelShape, work: Workload) -> int:
@@ -338,6 +357,7 @@ def steady_bytes(need: Footprint) -> int:
 
 _STEADY = "cuda", "other weights", "other weights in use", "other LoRA, gradients, moments", "expert lanes"
 RECORDINGS = "recordings"
+STORED = "stored activations"
 LANE_PARTS = ("expert lanes", "resident experts", "expert outputs")
 
 

@@ -95,7 +95,7 @@ class PlannedAdapters(tuple[Adapter, ...]):
 class Workload:
     """The properties of one optimizer step that memory and time depend on.
 
-    `placement` and `gpu_expert_memory` are those of `ktft.config.Settings`; they have no effect without a GPU.
+    `placement` and the two kinds of GPU memory are those of `ktft.config.Settings`; they have no effect without a GPU.
     """
 
     adapters: PlannedAdapters  # all LoRA
@@ -106,6 +106,7 @@ class Workload:
     activation: str = "retain"  # what native layers keep for backward; the other choice is "recompute"
     placement: str = "auto"
     gpu_expert_memory: int | str = 0
+    gpu_activation_memory: int | str = 0
     states: float = ADAM_STATES  # moments per parameter that the optimizer keeps
     weight_bytes: int = BF16  # bytes per weight outside the experts
     mixed: bool = False  # whether autocast to 16 bits is on
@@ -113,6 +114,7 @@ class Workload:
     together: int = 1  # micro-batches that go through each layer together
     dense: DenseChoice = PLAIN_ON_GPU  # of the weights outside the experts
     away: bool = False  # whether activations that wait for backward do so in host memory
+    stored: float = 0.0  # the share of checkpointed layers that keep their activations, and are not run again
     chunked_loss: bool = True  # whether logits exist for a part of the tokens at a time
     cuda_graphs: bool = True
     deferred: bool = False  # whether the optimizer's step of expert LoRA goes on behind the next step

@@ -8,7 +8,7 @@ from typing import Any
 from ktft.config import EXPERT_FORMATS
 from ktft.lanes.decide.simulate import Simulated
 from ktft.model.dense_memory import HOST, PLAIN_ON_GPU
-from ktft.model.memory import LANE_PARTS, Footprint
+from ktft.model.memory import LANE_PARTS, STORED, Footprint
 from ktft.model.workload import FP32, Workload
 from ktft.plan.description import ALONE, Machine, Together
 from ktft.plan.source import ModelSource
@@ -122,7 +122,8 @@ LANE_WORDS = {"cpu": "the CPU", "copy": "PCIe", "gpu": "the GPU"}
 def lane_notes(plan: Plan) -> list[str]:
     """Notes on where the best format's experts run, what limits them, and how much GPU memory they take."""
     best = plan.best() or next((each for each in plan.formats if each.format == plan.wished), plan.formats[0])
-    notes = [*_ranks_notes(plan, best), *_order_notes(plan, best), *_dense_notes(plan, best)]
+    said = _ranks_notes, _order_notes, _stored_notes, _dense_notes
+    notes = [note for each in said for note in each(plan, best)]
     if (lanes := best.lanes) is None:
         return notes
     shares: dict[str, str] = {where: f"{share:.0%}" for where, share in lanes.shares.items()}
@@ -144,6 +145,17 @@ def _order_notes(plan: Plan, best: FormatPlan) -> list[str]:
         return []
     return [
         f"{best.work.together} of a step's {count} micro-batches go through each layer together (docs/guide/step.md)"
+    ]
+
+
+def _stored_notes(plan: Plan, best: FormatPlan) -> list[str]:
+    """How many checkpointed layers are not run again."""
+    if not best.work.stored:
+        return []
+    layers = plan.source.shape.layers
+    return [
+        f"{round(best.work.stored * layers)} of {layers} layers keep their activations, in "
+        f"{readable(best.footprint.vram[STORED])} of GPU memory, and are not run again in backward (docs/guide/step.md)"
     ]
 
 

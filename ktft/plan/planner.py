@@ -15,7 +15,7 @@ from ktft.device import accelerator
 from ktft.lora import NOT_SHARED
 from ktft.model.dense_memory import dense_tiers
 from ktft.model.fit import Room, fit
-from ktft.model.memory import Footprint, resident_bytes
+from ktft.model.memory import STORED, Footprint, resident_bytes, stored_layers
 from ktft.model.shape import MoeShape
 from ktft.model.shortage import by_cause, largest_cause, shortage
 from ktft.model.workload import PlannedAdapters, Workload
@@ -144,7 +144,10 @@ class Planner:
             sizes.append((need.vram_bytes, gpu.memory_bytes))
             free = gpu.memory_bytes - need.vram_bytes
             resident = resident_bytes(work.gpu_expert_memory, sum(need.packed), free, need.vram_bytes)
-            need = replace(need, vram=need.vram | {"resident experts": resident})
+            used = need.vram_bytes + resident
+            layers, stored = stored_layers(shape, work, gpu.memory_bytes - used, used)
+            need = replace(need, vram=need.vram | {"resident experts": resident, STORED: stored})
+            work = replace(work, stored=layers / shape.layers)
             lanes = simulated_lanes(shape, work, machine, rate, others, name, resident, self.routing)
         step = step_time(shape, work, machine, rate, others, sum(need.packed), lanes)
         return FormatPlan(

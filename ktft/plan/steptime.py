@@ -82,16 +82,21 @@ def step_time(
         experts=work.groups * (lanes.total if lanes else _experts(shape, work, machine, rate, packed_bytes)),
         other=passes * (sum(between.values()) + around) + STEP_SECONDS,
         optimizer=optimizer,
-        decoding=passes * _decode_seconds(dense.decoded * (3 if work.checkpointing else 2) + head, machine),
+        decoding=passes * _decode_seconds(dense.decoded * (2 + _again(work)) + head, machine),
         copying=work.groups * len(PASSES) * _crossing_seconds(shape, work, machine),
     )
+
+
+def _again(work: Workload) -> float:
+    """The share of layers that are run again for their backward."""
+    return 1 - work.stored if work.checkpointing else 0.0
 
 
 def _dense(shape: ModelShape, work: Workload) -> DenseMemory:
     return dense_memory(shape, work.dense, work.weight_bytes, recorded=work.recorded)
 
 
-def _decode_seconds(decoded: int, machine: Machine) -> float:
+def _decode_seconds(decoded: float, machine: Machine) -> float:
     """Decoding packed weights outside the experts that are so many bytes then."""
     return decoded / (machine.gpu.bandwidth * DECODE_SHARE) if machine.gpu else 0.0
 
@@ -106,7 +111,7 @@ def _between(shape: ModelShape, work: Workload, machine: Machine, rates: OtherRa
     backward's.
     """
     layers = rates.layers or _layers(shape, work, machine, rates.torch)
-    added, again = 2 * exchange_seconds(shape, work, machine), 1 if work.checkpointing else 0
+    added, again = 2 * exchange_seconds(shape, work, machine), _again(work)
     added += _decode_seconds(_dense(shape, work).decoded, machine)
     return {
         Work.FORWARD: layers.forward + added,

@@ -88,6 +88,7 @@ class Recipe:
             activation=self.settings.activation,
             placement=self.settings.placement,
             gpu_expert_memory=self.settings.gpu_expert_memory,
+            gpu_activation_memory=self.settings.gpu_activation_memory,
             states=next(n for name, n in OPTIMIZER_STATES.items() if self.optim.startswith(name)),
             weight_bytes=weight_bytes,
             mixed=(self.bf16 or self.fp16) and not self.pure_bf16,
