@@ -21,7 +21,7 @@ from ktft.adapters.several import check_name
 from ktft.adapters.tensor_parallel import check_request, dividing
 from ktft.config import PER_EXPERT, SHARED_OUTER
 from ktft.lora import NOT_SHARED
-from ktft.model.experts import KtftExperts, find_experts
+from ktft.model.experts import KtftExperts, find_experts, first_experts
 
 INSTEAD = {
     "add_adapter": "model = peft.get_peft_model(model, config)",
@@ -45,7 +45,7 @@ def inject_adapter(
     original: Callable[..., None], tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
 ) -> None:
     """PEFT's `BaseTuner.inject_adapter`, which reaches ktft's experts too; other models pass through unchanged."""
-    if not find_experts(model):
+    if first_experts(model) is None:
         return original(tuner, model, adapter_name, *args, **kwargs)
     config = tuner.peft_config[adapter_name]
     check_method(config)
@@ -100,7 +100,7 @@ def _check_whole(model: nn.Module, form: str) -> None:
 
 def keep_targets(original: Callable[..., None], peft_config: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
     """PEFT's `convert_peft_config_for_transformers`, which leaves targets of models with ktft's experts as they are."""
-    if not find_experts(model):
+    if first_experts(model) is None:
         original(peft_config, model, *args, **kwargs)
 
 
@@ -109,7 +109,7 @@ def keep_names(
     *args: Any, **kwargs: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """PEFT's `convert_peft_adapter_state_dict_for_transformers`, which leaves names of ktft's experts as they are."""
-    if find_experts(model):
+    if first_experts(model) is not None:
         return adapter_state_dict
     return original(model, peft_config, adapter_state_dict, *args, **kwargs)
 
@@ -120,14 +120,14 @@ def name_adapter(
 ) -> dict[str, Any]:  # fmt: skip
     """PEFT's `BaseTuner._remap_adapter_state_dict_for_load`, which names the adapter in per-expert tensors too."""
     named = original(cls, model, config, adapter_name, state_dict)
-    if not find_experts(model):
+    if first_experts(model) is None:
         return named
     return {EXPERT_TENSOR.sub(lambda end: f"{end[1]}.{adapter_name}{end[2]}", key): named[key] for key in named}
 
 
 def refuse_method(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Refuse a method of transformers' models that `INSTEAD` names. Models without ktft's experts keep the original."""
-    if find_experts(model):
+    if first_experts(model) is not None:
         name = original.__name__
         raise ValueError(f"transformers' {name} cannot give ktft's experts LoRA; write {INSTEAD[name]}")
     return original(model, *args, **kwargs)

@@ -28,7 +28,7 @@ from ktft.adapters.several import SeveralAdapters, trainability_kept
 from ktft.adapters.shared import check_form
 from ktft.adapters.tensor_parallel import with_whole_shapes
 from ktft.adapters.whole_modules import take_precision
-from ktft.model.experts import find_experts
+from ktft.model.experts import find_experts, first_experts
 from ktft.versions import require_stack, version_of
 
 logger = logging.getLogger("ktft")
@@ -222,7 +222,7 @@ def _saved_form(model: Any, directory: Path, trains: bool, adapter_name: str) ->
 
 def _require_experts(model: Any) -> None:
     require_stack()
-    if not find_experts(model):
+    if first_experts(model) is None:
         raise ValueError(
             "the model has no experts held by ktft; load it with from_pretrained(..., quantization_config=KtftConfig())"
         )
@@ -260,7 +260,7 @@ def init_peft_model(
     original: Callable[..., None], peft_model: Any, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any
 ) -> None:
     """PEFT's `PeftModel.__init__`; the PEFT model of a model with ktft's experts becomes a `KtftPeftMixin`."""
-    has_experts = bool(find_experts(model))
+    has_experts = first_experts(model) is not None
     if has_experts:
         check_method(peft_config)  # before PEFT has changed any module
         _require_no_adapters(model)
@@ -282,7 +282,7 @@ def from_pretrained(
     **kwargs: Any,
 ) -> PeftModel:
     """PEFT's `PeftModel.from_pretrained`, which is `load_adapter` for models with ktft's experts."""
-    if not find_experts(model):
+    if first_experts(model) is None:
         return original(cls, model, model_id, adapter_name, is_trainable, config, **kwargs)
     if config is not None:
         _check_given(

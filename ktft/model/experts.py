@@ -292,10 +292,15 @@ def find_experts(model: nn.Module) -> dict[str, KtftExperts]:
     return {name: module for name, module in model.named_modules() if isinstance(module, KtftExperts)}
 
 
+def first_experts(model: nn.Module) -> KtftExperts | None:
+    """The routed experts of the first layer that has some; None if the model has none that ktft holds."""
+    return next((module for module in model.modules() if isinstance(module, KtftExperts)), None)
+
+
 def ranks_of(model: nn.Module) -> Ranks | None:
     """The processes that hold the model's experts together; None if this one holds them all."""
-    sizes = {module.tp_size for module in find_experts(model).values() if module.number is not None}
-    return ranks(*sizes) if sizes else None
+    first = first_experts(model)
+    return None if first is None or first.number is None else ranks(first.tp_size)
 
 
 def experts_family(model: nn.Module) -> Family:
@@ -304,6 +309,6 @@ def experts_family(model: nn.Module) -> Family:
     Raises:
         ValueError: the model has no experts held by ktft.
     """
-    for module in find_experts(model).values():
-        return module.family
-    raise ValueError(f"{type(model).__name__} has no experts held by ktft")
+    if (first := first_experts(model)) is None:
+        raise ValueError(f"{type(model).__name__} has no experts held by ktft")
+    return first.family

@@ -25,7 +25,7 @@ from ktft.device import device_of
 from ktft.lanes.kept import KeptOutputs
 from ktft.model import collected
 from ktft.model.away import Away, Place
-from ktft.model.experts import decoder_lists, find_experts
+from ktft.model.experts import decoder_lists, find_experts, first_experts
 from ktft.model.layer_call import PlainCall, is_checkpointed, send_back
 from ktft.model.lockstep import Lockstep, RandomState, current
 from ktft.model.recorder import LayerRecorder
@@ -178,7 +178,7 @@ class LayerOrder:
     ) -> None:
         layers = list(decoder_layers(model).values())
         self._layers = {layer: number for number, layer in enumerate(layers)}
-        self._sparse = frozenset(layer for layer in layers if find_experts(layer))
+        self._sparse = frozenset(layer for layer in layers if first_experts(layer) is not None)
         self._experts = list(find_experts(model).values())
         laned = {layer: [each.laned for each in find_experts(layer).values()] for layer in layers}
         self._kept = {layer: [each.kept for each in found if each is not None] for layer, found in laned.items()}

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ktft.model.experts import find_experts
+from ktft.model.experts import first_experts
 from ktft.ranks.launch import Launch
 from ktft.versions import TESTED_VERSIONS, is_at_least, version_of
 
@@ -24,7 +24,8 @@ _DATA_PARALLEL = "leave distributed_config out, which is data parallel training"
 
 def tp_size_of(model: nn.Module) -> int:
     """The size of the tensor parallel groups that a model, however wrapped, was loaded for; 1 without."""
-    return max((module.tp_size for module in find_experts(model).values()), default=1)
+    first = first_experts(model)
+    return 1 if first is None else first.tp_size
 
 
 def check_versions(tp_size: int) -> None:
@@ -121,4 +122,4 @@ def keep_replicas(original: Callable[..., Any], model: Any, *args: Any, **kwargs
 
     ktft averages the gradients of replicas itself: FSDP would divide parameters that LoRA then does not divide.
     """
-    return model if find_experts(model) else original(model, *args, **kwargs)
+    return model if first_experts(model) is not None else original(model, *args, **kwargs)

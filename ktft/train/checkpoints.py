@@ -33,7 +33,7 @@ from ktft.adapters.several import check_resumed
 from ktft.checkpoint.files import TEMPORARY, exchange, sync_directory
 from ktft.checkpoint.lock import locked
 from ktft.hosts.transformers import ON_SAVE, OUTPUT_DIR, PUSH, STATE_DICT
-from ktft.model.experts import find_experts
+from ktft.model.experts import first_experts
 from ktft.ranks.launch import Launch
 from ktft.ranks.sharded import divide_again
 from ktft.system import readable
@@ -60,7 +60,7 @@ def _of_experts(around: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(around)
     def wrapper(original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
-        if find_experts(getattr(owner, "trainer", owner).model):
+        if first_experts(getattr(owner, "trainer", owner).model) is not None:
             return around(functools.partial(original, owner), owner, *args, **kwargs)
         return original(owner, *args, **kwargs)
 

@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 
 from ktft.adapters.lora import KtftExpertsLora
-from ktft.model.experts import find_experts, layer_of
+from ktft.model.experts import find_experts, first_experts, layer_of
 from ktft.ranks.group import ranks, same
 from ktft.ranks.launch import FSDP_CURE, fsdp_version
 from ktft.ranks.sharded import is_divided, shard
@@ -78,7 +78,7 @@ def prepare(original: Callable[..., Any], accelerator: Any, model: nn.Module) ->
     Raises:
         ValueError: the ranks begin with different adapters.
     """
-    if not find_experts(model):
+    if first_experts(model) is None:
         return original(accelerator, model)
     if is_divided(model):
         return model

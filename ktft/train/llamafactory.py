@@ -41,7 +41,7 @@ from ktft.hosts.llamafactory import PATCHES
 from ktft.kt_keys import TOP_LEVEL_KEYS, parse_kt_config
 from ktft.model.dense_linears import with_choice
 from ktft.model.dense_memory import GPU, released_format
-from ktft.model.experts import find_experts
+from ktft.model.experts import find_experts, first_experts
 from ktft.model.fit import Room
 from ktft.model.quantizer import check_flash_attention, configure
 from ktft.ranks.launch import Launch
@@ -299,7 +299,7 @@ def apply_liger_kernel(original: Callable[..., None], config: Any, model_args: A
 
 def resize_embedding_layer(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
     """Resize the embedding layer like that of an unquantized model: only the experts are quantized."""
-    if not find_experts(model):
+    if first_experts(model) is None:
         return original(model, *args, **kwargs)
     method, model.quantization_method = model.quantization_method, None
     try:
@@ -407,7 +407,7 @@ def _fitted(
 def find_all_linear_modules(original: Callable[..., list[str]], model: Any, *args: Any, **kwargs: Any) -> list[str]:
     """The modules that `lora_target: all` means: LLaMA-Factory omits a frozen vision tower and does not see experts."""
     found = original(model, *args, **kwargs)
-    if not find_experts(model):
+    if first_experts(model) is None:
         return found
     return sorted(name for name in linear_names(model) if name.rpartition(".")[2] in {*found, *PROJECTIONS})
 

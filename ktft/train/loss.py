@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 
 from ktft.hosts.transformers import OUTPUT_LAYER
-from ktft.model.experts import find_experts
+from ktft.model.experts import first_experts
 from ktft.model.lazy_logits import LazyOutput, loss_bytes
 from ktft.model.tensor_parallel import tp_size_of
 from ktft.ranks.sharded import is_divided
@@ -64,7 +64,7 @@ class LossInChunks:
 
 def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """A Trainer's `evaluation_loop`, with the loss in chunks."""
-    if not find_experts(trainer.model):
+    if first_experts(trainer.model) is None:
         return original(trainer, *args, **kwargs)
     with closing(LossInChunks(trainer.model, trainer.args)):
         return original(trainer, *args, **kwargs)

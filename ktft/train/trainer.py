@@ -16,7 +16,7 @@ from ktft import config
 from ktft.adapters.elsewhere import said_before_training
 from ktft.adapters.reach import reach_of
 from ktft.dense.linear import PackedLinear
-from ktft.model.experts import find_experts
+from ktft.model.experts import find_experts, first_experts
 from ktft.ranks import launch
 from ktft.train import run
 from ktft.train.checkpoints import clear_leftovers
@@ -182,7 +182,7 @@ class Trainer(transformers.Trainer):
     """transformers' Trainer for models with ktft's experts. Raises ValueError for others, and as `check_arguments`."""
 
     def __init__(self, model: nn.Module | None = None, args: TrainingArguments | None = None, **kwargs: Any) -> None:
-        if model is None or not find_experts(model):
+        if model is None or first_experts(model) is None:
             raise ValueError(
                 "the model has no experts held by ktft; load it with "
                 "from_pretrained(..., quantization_config=ktft.KtftConfig())"
