@@ -158,6 +158,8 @@ def test_memory_decides(
     assert_same(again, stored)
     assert stored[2] == [*[[4, 4, 4]] * SEEN, [4, 4, 2], *[[4, 2, 2]] * 2]
     assert "2 of 3 layers keep their activations in 30.2 GiB of free GPU memory" in caplog.text
+    alone = train(tiny_checkpoint("dsv3"), tmp_path / "alone", 6, kt={"cuda_graphs": False})
+    assert alone[2] == [*[[2, 2, 2]] * SEEN, [2, 2, 1], *[[1, 1, 1]] * 2]
 
 
 class Memory(Device):
@@ -252,7 +254,8 @@ def test_a_command(train_yaml: TrainYaml, fork_cli: RunCli, tmp_path: Path) -> N
     losses = []
     for number, own in enumerate(({}, {"gpu_activation_memory": 0})):
         out, common = tmp_path / str(number), {"expert_format": "bf16", "threads": 1, "gpu_memory": "64G"}
-        config = train_yaml("dsv3", kt_config=common | own, output_dir=str(out), max_steps=6, logging_steps=1)
+        steps = {"max_steps": 6, "logging_steps": 1, "gradient_accumulation_steps": 2}
+        config = train_yaml("dsv3", kt_config=common | own, output_dir=str(out), **steps)
         fork_cli(["llamafactory-cli", "train"], config, env={"KTFT_EMULATE_GPU": "1"})
         losses.append([each["loss"] for each in runs.logged(out)])
     assert losses[0] == losses[1] and len(losses[0]) == 6

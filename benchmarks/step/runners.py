@@ -189,7 +189,7 @@ class Ktft(ModelRunner):
         self.placement = usable_placement(job.settings(), cuda=torch.cuda.is_available() or emulate_gpu())
         super().__init__(job)
         self.order = LayerOrder(self.model, Lockstep(self.device), activation_memory=job.gpu_activation_memory)
-        self.by_layer = self.order.records
+        self.by_layer = self.order.pays_alone
 
     def make_optimizer(self, trained: list[Tensor]) -> torch.optim.Optimizer:
         """The optimizer as ktft's Trainer makes it."""

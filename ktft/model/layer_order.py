@@ -188,9 +188,10 @@ class LayerOrder:
         self.stored = StoredActivations(device, len(layers), activation_memory)
 
     @property
-    def records(self) -> bool:
-        """Whether layers may be recorded, so that it pays to run even one micro-batch in this order."""
-        return self.recorder.on and any(getattr(layer, "gradient_checkpointing", False) for layer in self._layers)
+    def pays_alone(self) -> bool:
+        """Whether it pays to run even one micro-batch in this order: its layers may be recorded or not run again."""
+        able = self.recorder.on or self.stored.may_be
+        return able and any(getattr(layer, "gradient_checkpointing", False) for layer in self._layers)
 
     def run(
         self, works: Sequence[Callable[[], Result]], states: Sequence[RandomState], tokens: int = 0, stored: int = 0

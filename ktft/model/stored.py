@@ -53,6 +53,11 @@ class StoredActivations:
         self._told = False
 
     @property
+    def may_be(self) -> bool:
+        """Whether a layer may ever keep its activations."""
+        return self._memory != 0 and self._device.free_bytes() is not None
+
+    @property
     def bytes(self) -> int:
         """Bytes that the group's layers have stored, as far as it is known."""
         return int(self._stored.total() * (self._each or 0))
@@ -64,7 +69,7 @@ class StoredActivations:
     def fitting(self, tokens: int) -> int:
         """How many layers can keep their activations of so many tokens, by the memory that is free now."""
         free = self._device.free_bytes()
-        if self._memory == 0 or free is None or self._steps <= SEEN or not self._most:
+        if free is None or not self.may_be or self._steps <= SEEN or not self._most:
             return 0
         needed = self._device.memory_allocated() + int(self._work * max(1.0, tokens / self._most))
         room = free[0] + self._device.memory_reserved() - needed - spare_bytes(needed)

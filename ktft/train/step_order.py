@@ -71,7 +71,7 @@ class StepOrder:
         if why is None:
             settings = self._experts[0].cuda_graphs, self._experts[0].gpu_activation_memory
             self.layers = LayerOrder(trainer.model, self._lockstep, *settings)
-            self._alone = self.layers.records
+            self._alone = self.layers.pays_alone
             if not self._alone and (asked == 1 or not several):
                 self.layers = None
             why = "micro_batches_together is 1" if asked == 1 else None
