@@ -125,7 +125,7 @@ KT_KEYS: dict[str, KtKey] = {
     "mode": KtKey(note="there is one mode"),
     "kt_mode": KtKey(note="there is one mode"),
     "kt_maxlen": KtKey(note="buffers grow with the batch; no length to set"),
-    "kt_use_cuda_graph": KtKey(note="CUDA graphs are not used in training"),
+    "kt_use_cuda_graph": KtKey(note="cuda_graphs decides whether layers are recorded"),
     "kt_force_think": KtKey(note="the chat template decides"),
 }
 """Every key of `kt_config`: ktft's own, and those of KTransformers' integration from its first to its newest."""
