@@ -13,7 +13,7 @@ from torch import Tensor
 from ktft.config import PROJECTIONS
 from ktft.lanes import passes
 from ktft.lanes.decide.costs import Rate, Rates
-from ktft.lanes.gpu.steady import Memory
+from ktft.lanes.gpu.steady import Cut, Memory
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, decode, place
 from ktft.lanes.ops.interface import Operations
 from ktft.lanes.ops.weights import ChunkWeights
@@ -119,7 +119,7 @@ class _Experts(torch.autograd.Function):
         ctx.inputs = x.detach().to(lane.device), weights.detach().float().to(lane.device)
         on_device = index.to(lane.device)
         if lane.steady:
-            ctx.rows = steady_rows(ctx.inputs[0], on_device, ctx.chunks)
+            ctx.rows = steady_rows(ctx.inputs[0], on_device, ctx.chunks, lane.piece_rows)
         else:
             ctx.rows = lay_out(Routes(on_device, counts), ctx.chunks, lane.piece_rows)
         ctx.lane, ctx.layer, ctx.lora = lane, layer, lora
@@ -148,13 +148,14 @@ class _Experts(torch.autograd.Function):
         return None, None, None, grad_x.to(host, x.dtype), None, grad_weights.to(host), *lora_grads
 
 
-def steady_rows(x: Tensor, index: Tensor, chunks: list[list[int]]) -> list[list[Piece]]:
+def steady_rows(x: Tensor, index: Tensor, chunks: list[list[int]], piece_rows: int) -> list[list[Piece]]:
     """What `lay_out` gives, as steady passes make it."""
     memory = Memory(x, index.shape[1], sum(map(len, chunks)))
     memory.index.copy_(index)
     sizes = memory.arrange([SimpleNamespace(experts=chunk) for chunk in chunks])  # type: ignore[misc]
-    memory.begin(sizes)
-    return [[piece] for piece in memory.pieces(sizes)]
+    cut = Cut(sizes, piece_rows)
+    memory.begin(cut)
+    return memory.chunks(cut)
 
 
 def exact(layer: ExpertLayer, experts: list[int]) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,7 @@ from ktft.dense.formats import layout
 from ktft.lanes.ops import torch_ops, triton_ops
 from ktft.lanes.ops.chunk import decode
 from ktft.lanes.ops.weights import ChunkWeights
+from ktft.lanes.routes import PIECE_ROWS
 from ktft.lora import ExpertLora
 from ktft.native.dense import pack_dense
 from ktft.swiglu import GELU_TANH, RELU2, Swiglu, clamped_after
@@ -91,10 +92,12 @@ def test_contract() -> None:
     assert_contract(compare(layer, ExpertLora(pairs), *inputs_for(ROWS, 160), forward=LANE))
 
 
+@pytest.mark.parametrize("piece_rows", [PIECE_ROWS, 20])
 @pytest.mark.parametrize("rows", [ROWS, (0, 0, 48, 0, 0), (1, 0, 0, 0, 3)])
-def test_rows_that_only_the_device_knows(rows: tuple[int, ...]) -> None:
+def test_rows_that_only_the_device_knows(rows: tuple[int, ...], piece_rows: int) -> None:
     """Each chunk gets memory for the rows of all; nothing may read or write behind its own."""
-    layer, lane = make_layer(160, 32, "k4", native.default_isa()), Lane(DEVICE, triton_ops, chunk=3, steady=True)
+    layer = make_layer(160, 32, "k4", native.default_isa())
+    lane = Lane(DEVICE, triton_ops, chunk=3, steady=True, piece_rows=piece_rows)
     assert_contract(compare(layer, make_lora(160, 32, 8, torch.float32), *inputs_for(rows, 160), forward=lane))
 
 

@@ -22,7 +22,9 @@ from transformers import Trainer
 
 from ktft import native
 from ktft.config import EXPERT_LORA
-from ktft.lanes import passes
+from ktft.lanes import passes, routes
+from ktft.lanes.gpu import steady as steady_lane
+from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.steady import SteadyLane
 from ktft.lanes.steady_call import Steady, go_back
 from ktft.lora import ExpertLora
@@ -90,6 +92,30 @@ def test_contract(steady: list[str], monkeypatch: pytest.MonkeyPatch, fmt: str) 
     warm(experts, ROWS)
     compare(experts, checkpointed(experts))
     assert steady == ["forward", "backward"]
+
+
+def test_several_pieces(steady: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk with more rows than a piece may have, and pieces without rows."""
+    monkeypatch.setattr(passes, "_alike", lambda *_: True)
+    monkeypatch.setattr(routes, "PIECE_ROWS", 10)
+    experts = make_experts("k4", nodes=2, placement="stream")
+    warm(experts, ROWS)
+    compare(experts, checkpointed(experts))
+    assert steady == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("limit", ["EMPTY_PIECES", "SIZES_BYTES"])
+def test_too_many_pieces_or_bytes(steady: list[str], monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(passes, "_alike", lambda *_: True)
+    monkeypatch.setattr(routes, "PIECE_ROWS", 10)
+    experts = make_experts(placement="stream")
+    layer, lora = experts.layer, make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
+    x = torch.zeros(100, HIDDEN)
+    for spare, expected in ((-1, False), (0, True)):
+        lane = SteadyLane(GpuLane("cpu"))
+        needed = {"EMPTY_PIECES": lane._empty_pieces(layer, 200, lora), "SIZES_BYTES": steady_lane.Memory.bytes(x, 2)}
+        monkeypatch.setattr(steady_lane, limit, needed[limit] + spare)
+        assert [lane.takes(layer, x, 2, lora) for _ in range(2)] == [False, expected]
 
 
 def test_what_is_not_steady(steady: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,11 +200,11 @@ class DeviceLanes:
                 self.gpu.backward(run.layer, run.on_gpu, *given, run.lora, grad_hidden, grad_weights, lora_grads)
         self._end(run, -1)
 
-    def is_steady(self, layer: ExpertLayer, tokens: int, top_k: int, lora: ExpertLora | None) -> bool:
-        """Whether a forward of a layer, and its backward, are to be steady passes."""
+    def is_steady(self, layer: ExpertLayer, hidden: Tensor, top_k: int, lora: ExpertLora | None) -> bool:
+        """Whether a layer's forward of these hidden states, and its backward, are to be steady passes."""
         with self._mutex:
-            fits = self._steady.takes(layer, tokens, top_k, lora)
-            return fits and self._passes.stay_on_gpu(layer, tokens, lora)
+            fits = self._steady.takes(layer, hidden, top_k, lora)
+            return fits and self._passes.stay_on_gpu(layer, len(hidden), lora)
 
     @contextlib.contextmanager
     def steady_pass(self, layer: ExpertLayer, number: int, rows: int, work: Work) -> Iterator[SteadyLane]:

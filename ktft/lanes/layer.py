@@ -121,7 +121,7 @@ class LanedExperts:
 
         kept = self.kept.linked.get(link)
         if again or kept is None:
-            if not lanes.is_steady(layer, len(hidden), index.shape[1], lora):
+            if not lanes.is_steady(layer, hidden, index.shape[1], lora):
                 return None
             # A copy, since a recorded layer overwrites its tensors before the host has them
             copied = index.to(torch.int64, copy=True)

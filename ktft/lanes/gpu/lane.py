@@ -246,6 +246,11 @@ class GpuLane:
         for decoded, chunk_rows in zip(self.decoded(layer, chunks, lora), rows, strict=True):
             yield decoded.experts, (decoded.weights, decoded.adapters, chunk_rows)
 
+    def chunk_count(self, layer: ExpertLayer, lora: ExpertLora | None) -> int:
+        """How many chunks all experts of a layer make, if none stays on the device."""
+        with self.mutex:
+            return -(-layer.num_experts // self._layout(layer, lora).capacity)
+
     def all_chunks(self, layer: ExpertLayer, lora: ExpertLora | None) -> list[Chunk]:
         """All experts of a layer in chunks, for `decoded`. Call it within `using`."""
         layout, residents = self._layout(layer, lora), self.residents

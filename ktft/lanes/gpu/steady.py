@@ -3,6 +3,9 @@
 Which rows an expert has is then known to the device alone, which sorts them. So no pass waits for the host, and the
 kernels of a pass are the same in every call: they are recorded once for all layers of a kind. Only the copies of
 streamed experts lie between them. A call's tensors are copied to memory that the recordings read.
+
+Every chunk is computed in as many pieces as all rows of the call would need, since nobody but the device knows how many
+rows it has. Kernels of pieces without rows end at once.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +30,19 @@ from ktft.lanes.routes import Piece, piece_rows
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
 
-SIZES = 8
-"""The most sizes of calls that are steady: each needs memory of its own."""
+SIZES, SIZES_BYTES = 8, 1 << 30
+"""The most sizes of calls that are steady, and of bytes for them: each size needs memory of its own."""
+EMPTY_PIECES = 32
+"""The most pieces without rows of a steady pass: they are launched all the same, which takes longer than the host's
+wait for the routing if they are many.
+"""
+
+
+class Cut(NamedTuple):
+    """How the rows of a call are cut: the number of experts of each chunk, and the most rows of a piece."""
+
+    sizes: tuple[int, ...]
+    rows: int
 
 
 class Memory:
@@ -49,9 +64,15 @@ class Memory:
         self.total = torch.zeros(hidden.shape, device=device)
         self._numbers = torch.arange(tokens * top_k, device=device)
         self._ones = torch.ones(tokens * top_k, dtype=torch.int32, device=device)
-        self._pieces: dict[tuple[int, ...], list[Piece]] = {}
+        self._chunks: dict[Cut, list[_ChunkMemory]] = {}
         self._orders: dict[tuple[int, ...], Tensor] = {}
         self._ordered: tuple[int, ...] = ()
+
+    @staticmethod
+    def bytes(hidden: Tensor, top_k: int) -> int:
+        """About how many bytes this takes, without what depends on the cut."""
+        tokens, width = hidden.shape
+        return int(tokens * (width * (2 * hidden.element_size() + 4) + top_k * (8 + 4 + 4 + 8 + 4)))
 
     def arrange(self, chunks: Sequence[Chunk]) -> tuple[int, ...]:
         """Take the experts in this order. Returns the number of each chunk's."""
@@ -65,20 +86,18 @@ class Memory:
             self._ordered = experts
         return tuple(len(chunk.experts) for chunk in chunks)
 
-    def pieces(self, sizes: tuple[int, ...]) -> list[Piece]:
-        """The rows of chunks of so many experts, as `sort` leaves them."""
-        if sizes not in self._pieces:
-            rows, device = len(self._numbers), self.order.device
+    def chunks(self, cut: Cut) -> list[list[Piece]]:
+        """The rows of each chunk's experts, as `begin` leaves them."""
+        return [chunk.pieces for chunk in self._of(cut)]
 
-            def numbers(count: int) -> Tensor:
-                return torch.zeros(count, dtype=torch.int32, device=device)
+    def _of(self, cut: Cut) -> list[_ChunkMemory]:
+        if cut not in self._chunks:
+            rows, top_k = len(self._numbers), self.index.shape[1]
+            self._chunks[cut] = [_ChunkMemory(size, rows, cut.rows, top_k, self.order.device) for size in cut.sizes]
+        return self._chunks[cut]
 
-            top_k = self.index.shape[1]
-            self._pieces[sizes] = [Piece(0, None, numbers(size), numbers(rows), numbers(rows), top_k) for size in sizes]
-        return self._pieces[sizes]
-
-    def begin(self, sizes: tuple[int, ...]) -> None:
-        """Sort the routes by expert, for chunks of so many, and clear the sums."""
+    def begin(self, cut: Cut) -> None:
+        """Sort the routes by expert, for chunks and pieces of this cut, and clear the sums."""
         rows = len(self._numbers)
         self.total.zero_()
         self.grad_weights.zero_()
@@ -88,12 +107,30 @@ class Memory:
         ends = counts.scatter_add_(0, places.long(), self._ones).cumsum(0)
         row_of = torch.empty_like(by_row).scatter_(0, by_row, self._numbers)
         begin, first = torch.zeros_like(ends[0]), 0
-        for piece, size in zip(self.pieces(sizes), sizes, strict=True):
+        for chunk, size in zip(self._of(cut), cut.sizes, strict=True):
             end = ends[first + size - 1]
-            piece.ends.copy_(ends[first : first + size] - begin)
-            piece.row_route.copy_(by_row[(self._numbers + begin).clamp(max=rows - 1)])
-            piece.route_row.copy_(torch.where((row_of >= begin) & (row_of < end), row_of - begin, rows))
+            own = ends[first : first + size] - begin
+            chunk.ends.copy_((own - chunk.begins).clamp(0, cut.rows))
+            chunk.row_route.copy_(by_row[(self._numbers + begin).clamp(max=rows - 1)])
+            chunk.route_row.copy_(torch.where((row_of >= begin) & (row_of < end), row_of - begin, rows))
             begin, first = end, first + size
+
+
+class _ChunkMemory:
+    """The rows of one chunk's experts, in P pieces that have room for all R rows of a call.
+
+    Attributes:
+        begins: `[P, 1]`: the number of each piece's first row.
+        ends: int32 `[P, G]`; row_route, route_row: int32 `[R]`; all as of `Piece`.
+    """
+
+    def __init__(self, experts: int, rows: int, most: int, top_k: int, device: torch.device) -> None:
+        begins = range(0, rows, most)
+        self.begins = torch.tensor(begins, device=device)[:, None]
+        self.ends = torch.zeros(len(begins), experts, dtype=torch.int32, device=device)
+        self.row_route, self.route_row = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2))
+        parts = zip(begins, self.ends, self.row_route.split(most), strict=True)
+        self.pieces = [Piece(begin, None, ends, part, self.route_row, top_k) for begin, ends, part in parts]
 
 
 class SteadyLane:
@@ -104,30 +141,35 @@ class SteadyLane:
         self._by_device = by_triton(lane.device)
         self._recorded = Recorded(lane.device, on=self._by_device)
         self._memory: dict[tuple[object, ...], Memory] = {}
-        self._uses: Counter[tuple[ExpertLayer, tuple[int, ...]]] = Counter()
-        self._sizes: set[tuple[int, ...]] = set()
+        self._uses: Counter[tuple[ExpertLayer, tuple[object, ...]]] = Counter()
+        self._sizes: dict[tuple[object, ...], int] = {}  # and the bytes of each
         self._lora_grads: dict[tuple[int, int], tuple[Tensor, Any]] = {}
 
-    def takes(self, layer: ExpertLayer, tokens: int, top_k: int, lora: ExpertLora | None) -> bool:
-        """Whether calls of this size may be steady.
+    def takes(self, layer: ExpertLayer, hidden: Tensor, top_k: int, lora: ExpertLora | None) -> bool:
+        """Whether calls with hidden states of this size may be steady.
 
-        Their rows must fit in one piece of each chunk. LoRA's dropout has other numbers in each call, and products of
-        groups that torch makes one by one need to know them.
+        LoRA's dropout has other numbers in each call, and products of groups that torch makes one by one need to know
+        them.
         """
-        few = tokens * top_k <= piece_rows(layer.hidden_size, layer.intermediate_size)
         drops = lora is not None and lora.dropout > 0
-        fits = few and not drops and layer.held.every_route and (not self._by_device or is_grouped(self._lane.device))
-        return fits and self._comes_again(layer, tokens, top_k)
+        fits = not drops and layer.held.every_route and (not self._by_device or is_grouped(self._lane.device))
+        return fits and self._comes_again(layer, hidden, top_k, lora)
 
-    def _comes_again(self, layer: ExpertLayer, tokens: int, top_k: int) -> bool:
+    def _comes_again(self, layer: ExpertLayer, hidden: Tensor, top_k: int, lora: ExpertLora | None) -> bool:
         """Whether the layer had calls of this size before, and there is memory for them or some may be made."""
-        size = layer.num_experts, layer.hidden_size, top_k, tokens
+        size = layer.num_experts, layer.hidden_size, layer.intermediate_size, top_k, len(hidden), hidden.dtype
         self._uses[layer, size] += 1
         known = size in self._sizes
         if not known and self._uses[layer, size] > 1 and len(self._sizes) < SIZES:
-            self._sizes.add(size)
-            known = True
+            room = Memory.bytes(hidden, top_k) + sum(self._sizes.values()) <= SIZES_BYTES
+            if known := room and self._empty_pieces(layer, len(hidden) * top_k, lora) <= EMPTY_PIECES:
+                self._sizes[size] = Memory.bytes(hidden, top_k)
         return known
+
+    def _empty_pieces(self, layer: ExpertLayer, rows: int, lora: ExpertLora | None) -> int:
+        """The most pieces of a steady pass that have no rows."""
+        chunks, pieces = self._lane.chunk_count(layer, lora), -(-rows // _piece_rows(layer))
+        return chunks * pieces - max(chunks, pieces)
 
     def forward(
         self, layer: ExpertLayer, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None
@@ -143,8 +185,9 @@ class SteadyLane:
         """
         with self._lane.using(layer, "forward"), torch.inference_mode(False), torch.no_grad():
             memory, chunks, key = self._begun(layer, hidden, top_k_index, top_k_weights, lora)
+            pieces = memory.chunks(key[1])
             for number, decoded in enumerate(self._lane.decoded(layer, chunks, lora, fuse=True)):
-                rows, own = self._rows(memory, key[1], number), decoded.adapters
+                rows, own = self._rows(pieces[number]), decoded.adapters
                 given = decoded.weights, own, rows, memory.hidden, memory.weights, layer.swiglu, memory.total
                 whole = self._key("forward", layer, chunks[number], own, number, key)
                 decoded.run(self._recorded, whole, partial(chunk_forward, *given))
@@ -175,12 +218,12 @@ class SteadyLane:
         with self._lane.using(layer, "backward"), torch.inference_mode(False), torch.no_grad():
             memory, chunks, key = self._begun(layer, hidden, top_k_index, top_k_weights, lora)
             memory.grad_output.copy_(grad_output)
+            pieces = memory.chunks(key[1])
             for number, decoded in enumerate(self._lane.decoded(layer, chunks, lora, fuse=True)):
                 own = decoded.adapters
                 buffer, returned = self._buffer(number, own)
                 returned.wait(self._lane.transfer.compute())
-                rows = self._rows(memory, key[1], number)
-                work = partial(_backward, decoded.weights, own, rows, layer, memory, buffer)
+                work = partial(_backward, decoded.weights, own, self._rows(pieces[number]), layer, memory, buffer)
                 decoded.run(self._recorded, self._key("backward", layer, chunks[number], own, number, key), work)
                 self._lane.give_back(decoded.experts, _views(buffer, own), lora_grads)
                 returned.record(self._lane.transfer.out)
@@ -188,7 +231,7 @@ class SteadyLane:
 
     def _begun(
         self, layer: ExpertLayer, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None
-    ) -> tuple[Memory, list[Chunk], tuple[object, tuple[int, ...]]]:
+    ) -> tuple[Memory, list[Chunk], tuple[object, Cut]]:
         """The memory of a pass with its input, its chunks, and what its kernels depend on."""
         size = hidden.shape, hidden.dtype, top_k_index.shape[1], layer.num_experts
         if size not in self._memory:
@@ -197,17 +240,16 @@ class SteadyLane:
         memory.hidden.copy_(hidden)
         memory.index.copy_(top_k_index)
         memory.weights.copy_(top_k_weights)
-        sizes = memory.arrange(chunks)
-        self._recorded.run(("begin", size, sizes), partial(memory.begin, sizes))
-        return memory, chunks, (size, sizes)
+        cut = Cut(memory.arrange(chunks), _piece_rows(layer))
+        self._recorded.run(("begin", size, cut), partial(memory.begin, cut))
+        return memory, chunks, (size, cut)
 
-    def _rows(self, memory: Memory, sizes: tuple[int, ...], number: int) -> list[Piece]:
-        piece = memory.pieces(sizes)[number]
+    def _rows(self, pieces: list[Piece]) -> list[Piece]:
         if self._by_device:
-            return [piece]
+            return pieces
         # torch's own operations have no bound for rows: they get as many as there are
-        rows = int(piece.ends[-1])
-        return [Piece(0, None, piece.ends, piece.row_route[:rows], piece.route_row, piece.top_k)] if rows else []
+        counts = [int(piece.ends[-1]) for piece in pieces]
+        return [replace(each, row_route=each.row_route[:n]) for each, n in zip(pieces, counts, strict=True) if n]
 
     @staticmethod
     def _key(
@@ -226,6 +268,10 @@ class SteadyLane:
             made = torch.empty(count, device=self._lane.device)
             self._lora_grads[number, count] = made, self._lane.transfer.event()
         return self._lora_grads[number, count]
+
+
+def _piece_rows(layer: ExpertLayer) -> int:
+    return piece_rows(layer.hidden_size, layer.intermediate_size)
 
 
 def _backward(
