@@ -113,7 +113,11 @@ def test_too_many_pieces_or_bytes(steady: list[str], monkeypatch: pytest.MonkeyP
     x = torch.zeros(100, HIDDEN)
     for spare, expected in ((-1, False), (0, True)):
         lane = SteadyLane(GpuLane("cpu"))
-        needed = {"EMPTY_PIECES": lane._empty_pieces(layer, 200, lora), "SIZES_BYTES": steady_lane.Memory.bytes(x, 2)}
+        chunks = lane._lane.chunk_count(layer, lora)
+        needed = {
+            "EMPTY_PIECES": steady_lane.empty_pieces(200, chunks, HIDDEN, INTERMEDIATE),
+            "SIZES_BYTES": steady_lane.call_bytes(100, 2, HIDDEN, 4),
+        }
         monkeypatch.setattr(steady_lane, limit, needed[limit] + spare)
         assert [lane.takes(layer, x, 2, lora) for _ in range(2)] == [False, expected]
 

@@ -16,6 +16,7 @@ import torch
 
 from ktft import config, native
 from ktft.lanes.gpu.lane import CHUNK_BYTES
+from ktft.lanes.gpu.steady import EMPTY_PIECES, SIZES_BYTES, call_bytes, empty_pieces
 from ktft.model import lazy_logits
 from ktft.model.dense_memory import PLAIN_ON_GPU, DenseChoice, dense_memory
 from ktft.model.shape import ModelShape, MoeShape
@@ -114,7 +115,7 @@ and one to be freed.
 """
 LARGEST_RECORDED = 24 << 20
 """The most bytes of a recorded layer's input: kernels that compute more keep a GPU busy while the host launches the
-next. Of 16 MiB a recording is as fast, of 32 MiB slower than stored activations (docs/reference/measuring.md).
+next. Of 16 MiB a recording is as fast, of 32 MiB slower than stored activations (docs/guide/step.md).
 """
 
 
@@ -172,8 +173,26 @@ def _around_experts(shape: ModelShape, work: Workload) -> float:
     return _layer_kept(replace(shape, linears=tuple(each for each in shape.linears if each.layer in shape.moe)), work)
 
 
-def recorded_bytes(shape: ModelShape, work: Workload) -> int:
-    """What recordings of layers take if all are made: each micro-batch of those that go together has its own."""
+def recorded_bytes(shape: ModelShape, work: Workload, packed: float) -> int:
+    """What recordings take if all are made: of layers around their experts, where each micro-batch of those that go
+    together has its own, and of steady passes. `packed` as in `lane_chunk`.
+    """
+    return _recorded_layers(shape, work) + (_steady_passes(shape, work, packed) if work.placement != "cpu" else 0)
+
+
+def _steady_passes(shape: ModelShape, work: Workload, packed: float) -> int:
+    """What `ktft.lanes.gpu.steady` keeps for calls of the experts with all tokens that go together."""
+    tokens, most = work.together * work.expert_tokens, 0
+    for number, moe in shape.moe.items():
+        experts, _ = lane_chunk(moe, work.on_experts(number).spread, packed, residents=bool(work.gpu_expert_memory))
+        chunks, needed = -(-moe.num_experts // experts), call_bytes(tokens, moe.top_k, moe.hidden_size, BF16)
+        empty = empty_pieces(tokens * moe.top_k, chunks, moe.hidden_size, moe.intermediate_size)
+        if moe.held.every_route and empty <= EMPTY_PIECES and needed <= SIZES_BYTES:
+            most = max(most, needed)
+    return most
+
+
+def _recorded_layers(shape: ModelShape, work: Workload) -> int:
     inputs = work.tokens * shape.hidden_size * BF16
     if not (work.recorded and work.mixed) or inputs > LARGEST_RECORDED:
         return 0
@@ -346,7 +365,7 @@ def footprint(
         vram["fragments"] = int(vram["activations"] * VRAM_FRAGMENTS) + blocks
         vram |= lane_bytes(shape, work, sum(packed))
         if recorded:
-            vram[RECORDINGS] = weights.copies + recorded_bytes(shape, work)
+            vram[RECORDINGS] = weights.copies + recorded_bytes(shape, work, sum(packed) / shape.expert_parameters)
     return Footprint(packed, ram, vram)
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ktft.device import device_of
 from ktft.lanes.gpu.chunks import Chunk
 from ktft.lanes.gpu.graphs import Recorded
 from ktft.lanes.gpu.lane import GpuLane
@@ -30,12 +31,24 @@ from ktft.lanes.routes import Piece, piece_rows
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
 
+FP32, INT32, INT64 = 4, 4, 8
 SIZES, SIZES_BYTES = 8, 1 << 30
 """The most sizes of calls that are steady, and of bytes for them: each size needs memory of its own."""
 EMPTY_PIECES = 32
-"""The most pieces without rows of a steady pass: they are launched all the same, which takes longer than the host's
-wait for the routing if they are many.
+"""The most pieces without rows of a steady pass. On an H100 each takes some 40 µs forward and backward, and the host's
+wait for the routing some 4 ms.
 """
+
+
+def call_bytes(tokens: int, top_k: int, hidden_size: int, value_bytes: int) -> int:
+    """Bytes that `Memory` takes, without what depends on the cut, which is less."""
+    return tokens * (hidden_size * (2 * value_bytes + FP32) + top_k * (2 * INT64 + 2 * FP32 + INT32))
+
+
+def empty_pieces(rows: int, chunks: int, hidden_size: int, intermediate_size: int) -> int:
+    """The most pieces without rows of a steady pass."""
+    pieces = -(-rows // piece_rows(hidden_size, intermediate_size))
+    return chunks * pieces - max(chunks, pieces)
 
 
 class Cut(NamedTuple):
@@ -67,12 +80,6 @@ class Memory:
         self._chunks: dict[Cut, list[_ChunkMemory]] = {}
         self._orders: dict[tuple[int, ...], Tensor] = {}
         self._ordered: tuple[int, ...] = ()
-
-    @staticmethod
-    def bytes(hidden: Tensor, top_k: int) -> int:
-        """About how many bytes this takes, without what depends on the cut."""
-        tokens, width = hidden.shape
-        return int(tokens * (width * (2 * hidden.element_size() + 4) + top_k * (8 + 4 + 4 + 8 + 4)))
 
     def arrange(self, chunks: Sequence[Chunk]) -> tuple[int, ...]:
         """Take the experts in this order. Returns the number of each chunk's."""
@@ -159,17 +166,18 @@ class SteadyLane:
         """Whether the layer had calls of this size before, and there is memory for them or some may be made."""
         size = layer.num_experts, layer.hidden_size, layer.intermediate_size, top_k, len(hidden), hidden.dtype
         self._uses[layer, size] += 1
-        known = size in self._sizes
-        if not known and self._uses[layer, size] > 1 and len(self._sizes) < SIZES:
-            room = Memory.bytes(hidden, top_k) + sum(self._sizes.values()) <= SIZES_BYTES
-            if known := room and self._empty_pieces(layer, len(hidden) * top_k, lora) <= EMPTY_PIECES:
-                self._sizes[size] = Memory.bytes(hidden, top_k)
-        return known
+        if size not in self._sizes and self._uses[layer, size] > 1 and len(self._sizes) < SIZES:
+            needed = call_bytes(len(hidden), top_k, layer.hidden_size, hidden.element_size())
+            chunks = self._lane.chunk_count(layer, lora)
+            empty = empty_pieces(len(hidden) * top_k, chunks, layer.hidden_size, layer.intermediate_size)
+            if self._has_room(needed) and empty <= EMPTY_PIECES:
+                self._sizes[size] = needed
+        return size in self._sizes
 
-    def _empty_pieces(self, layer: ExpertLayer, rows: int, lora: ExpertLora | None) -> int:
-        """The most pieces of a steady pass that have no rows."""
-        chunks, pieces = self._lane.chunk_count(layer, lora), -(-rows // _piece_rows(layer))
-        return chunks * pieces - max(chunks, pieces)
+    def _has_room(self, needed: int) -> bool:
+        """Whether another size may take so many bytes, and as many again are left."""
+        free = device_of(self._lane.device).free_bytes()
+        return sum(self._sizes.values()) + needed <= SIZES_BYTES and (free is None or free[0] >= 2 * needed)
 
     def forward(
         self, layer: ExpertLayer, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None
@@ -240,7 +248,7 @@ class SteadyLane:
         memory.hidden.copy_(hidden)
         memory.index.copy_(top_k_index)
         memory.weights.copy_(top_k_weights)
-        cut = Cut(memory.arrange(chunks), _piece_rows(layer))
+        cut = Cut(memory.arrange(chunks), piece_rows(layer.hidden_size, layer.intermediate_size))
         self._recorded.run(("begin", size, cut), partial(memory.begin, cut))
         return memory, chunks, (size, cut)
 
@@ -268,10 +276,6 @@ class SteadyLane:
             made = torch.empty(count, device=self._lane.device)
             self._lora_grads[number, count] = made, self._lane.transfer.event()
         return self._lora_grads[number, count]
-
-
-def _piece_rows(layer: ExpertLayer) -> int:
-    return piece_rows(layer.hidden_size, layer.intermediate_size)
 
 
 def _backward(
