@@ -13,7 +13,7 @@ from torch import Tensor
 from ktft.config import PROJECTIONS
 from ktft.lanes import passes
 from ktft.lanes.decide.costs import Rate, Rates
-from ktft.lanes.gpu.steady import Cut, Memory
+from ktft.lanes.gpu.steady import CutRows, Memory
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, decode, place
 from ktft.lanes.ops.interface import Operations
 from ktft.lanes.ops.weights import ChunkWeights
@@ -153,7 +153,7 @@ def steady_rows(x: Tensor, index: Tensor, chunks: list[list[int]], piece_rows: i
     memory = Memory(x, index.shape[1], sum(map(len, chunks)))
     memory.index.copy_(index)
     sizes = memory.arrange([SimpleNamespace(experts=chunk) for chunk in chunks])  # type: ignore[misc]
-    cut = Cut(sizes, piece_rows)
+    cut = CutRows(sizes, piece_rows)
     memory.begin(cut)
     return memory.chunks(cut)
 

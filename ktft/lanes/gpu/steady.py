@@ -51,7 +51,7 @@ def empty_pieces(rows: int, chunks: int, hidden_size: int, intermediate_size: in
     return chunks * pieces - max(chunks, pieces)
 
 
-class Cut(NamedTuple):
+class CutRows(NamedTuple):
     """How the rows of a call are cut: the number of experts of each chunk, and the most rows of a piece."""
 
     sizes: tuple[int, ...]
@@ -77,7 +77,7 @@ class Memory:
         self.total = torch.zeros(hidden.shape, device=device)
         self._numbers = torch.arange(tokens * top_k, device=device)
         self._ones = torch.ones(tokens * top_k, dtype=torch.int32, device=device)
-        self._chunks: dict[Cut, list[_ChunkMemory]] = {}
+        self._chunks: dict[CutRows, list[_ChunkMemory]] = {}
         self._orders: dict[tuple[int, ...], Tensor] = {}
         self._ordered: tuple[int, ...] = ()
 
@@ -93,17 +93,17 @@ class Memory:
             self._ordered = experts
         return tuple(len(chunk.experts) for chunk in chunks)
 
-    def chunks(self, cut: Cut) -> list[list[Piece]]:
+    def chunks(self, cut: CutRows) -> list[list[Piece]]:
         """The rows of each chunk's experts, as `begin` leaves them."""
         return [chunk.pieces for chunk in self._of(cut)]
 
-    def _of(self, cut: Cut) -> list[_ChunkMemory]:
+    def _of(self, cut: CutRows) -> list[_ChunkMemory]:
         if cut not in self._chunks:
             rows, top_k = len(self._numbers), self.index.shape[1]
             self._chunks[cut] = [_ChunkMemory(size, rows, cut.rows, top_k, self.order.device) for size in cut.sizes]
         return self._chunks[cut]
 
-    def begin(self, cut: Cut) -> None:
+    def begin(self, cut: CutRows) -> None:
         """Sort the routes by expert, for chunks and pieces of this cut, and clear the sums."""
         rows = len(self._numbers)
         self.total.zero_()
@@ -239,7 +239,7 @@ class SteadyLane:
 
     def _begun(
         self, layer: ExpertLayer, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None
-    ) -> tuple[Memory, list[Chunk], tuple[object, Cut]]:
+    ) -> tuple[Memory, list[Chunk], tuple[object, CutRows]]:
         """The memory of a pass with its input, its chunks, and what its kernels depend on."""
         size = hidden.shape, hidden.dtype, top_k_index.shape[1], layer.num_experts
         if size not in self._memory:
@@ -248,7 +248,7 @@ class SteadyLane:
         memory.hidden.copy_(hidden)
         memory.index.copy_(top_k_index)
         memory.weights.copy_(top_k_weights)
-        cut = Cut(memory.arrange(chunks), piece_rows(layer.hidden_size, layer.intermediate_size))
+        cut = CutRows(memory.arrange(chunks), piece_rows(layer.hidden_size, layer.intermediate_size))
         self._recorded.run(("begin", size, cut), partial(memory.begin, cut))
         return memory, chunks, (size, cut)
 
