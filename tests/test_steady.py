@@ -22,6 +22,7 @@ from transformers import Trainer
 
 from ktft import native
 from ktft.config import EXPERT_LORA
+from ktft.device import Device
 from ktft.lanes import passes, routes
 from ktft.lanes.gpu import steady as steady_lane
 from ktft.lanes.gpu.lane import GpuLane
@@ -104,21 +105,20 @@ def test_several_pieces(steady: list[str], monkeypatch: pytest.MonkeyPatch) -> N
     assert steady == ["forward", "backward"]
 
 
-@pytest.mark.parametrize("limit", ["EMPTY_PIECES", "SIZES_BYTES"])
-def test_too_many_pieces_or_bytes(steady: list[str], monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
-    monkeypatch.setattr(passes, "_alike", lambda *_: True)
+@pytest.mark.parametrize("limit", ["EMPTY_PIECES", "SIZES_BYTES", "free"])
+def test_too_many_pieces_or_bytes(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setattr(routes, "PIECE_ROWS", 10)
     experts = make_experts(placement="stream")
     layer, lora = experts.layer, make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
     x = torch.zeros(100, HIDDEN)
     for spare, expected in ((-1, False), (0, True)):
-        lane = SteadyLane(GpuLane("cpu"))
-        chunks = lane._lane.chunk_count(layer, lora)
-        needed = {
-            "EMPTY_PIECES": steady_lane.empty_pieces(200, chunks, HIDDEN, INTERMEDIATE),
-            "SIZES_BYTES": steady_lane.call_bytes(100, 2, HIDDEN, 4),
-        }
-        monkeypatch.setattr(steady_lane, limit, needed[limit] + spare)
+        gpu = GpuLane("cpu")
+        lane, memory = SteadyLane(gpu), steady_lane.call_bytes(100, 2, HIDDEN, 4)
+        if limit == "free":
+            monkeypatch.setattr(Device, "free_bytes", lambda _, free=2 * memory + spare: (free, free))
+        else:
+            empty = steady_lane.empty_pieces(200, gpu.chunk_count(layer, lora), HIDDEN, INTERMEDIATE)
+            monkeypatch.setattr(steady_lane, limit, {"EMPTY_PIECES": empty, "SIZES_BYTES": memory}[limit] + spare)
         assert [lane.takes(layer, x, 2, lora) for _ in range(2)] == [False, expected]
 
 
