@@ -39,12 +39,14 @@ class ExpertLora:
     `dropout` is the probability of zeroing an element of a projection's adapter input; `seed` chooses the mask, and
     the same seed gives the same mask again in backward. Pass 0.0 in evaluation. `first_route` is the number of
     (token, expert) pairs before those of a call: two calls with one seed then get the masks of one call with both.
+    `streams` holds what makes the masks on a device, see `ktft.lanes.ops.dropout.write_streams`.
     """
 
     pairs: dict[str, LoraPair]
     dropout: float = 0.0
     seed: int = 0
     first_route: int = 0
+    streams: Tensor | None = None
 
     def parameters(self) -> list[Tensor]:
         """The tensors a and b of each projection that has an adapter, in the order of `PROJECTIONS`."""

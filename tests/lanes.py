@@ -15,6 +15,7 @@ from ktft.lanes import passes
 from ktft.lanes.decide.costs import Rate, Rates
 from ktft.lanes.gpu.steady import CutRows, Memory
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, decode, place
+from ktft.lanes.ops.dropout import room_for_streams, write_streams
 from ktft.lanes.ops.interface import Operations
 from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lanes.routes import PIECE_ROWS, Piece, Routes, lay_out
@@ -51,7 +52,8 @@ def adapters(lora: ExpertLora | None, experts: list[int], device: torch.device) 
         name: LoraPair(*(t.detach()[experts].to(device) for t in (pair.a, pair.b)), pair.scaling)
         for name, pair in lora.pairs.items()
     }
-    return ExpertLora(pairs, lora.dropout, lora.seed)
+    streams = write_streams(lora, room_for_streams(device))
+    return ExpertLora(pairs, lora.dropout, lora.seed, streams=streams)
 
 
 @pytest.fixture

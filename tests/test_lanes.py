@@ -85,16 +85,16 @@ def gradients(out, x, weights, lora):
     return [leaf.grad for leaf in leaves]
 
 
-def compare(experts: KtftExperts, call=None, dtype=torch.bfloat16) -> None:
-    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
+def compare(experts: KtftExperts, call=None, dtype=torch.bfloat16, oracle=reference.moe, **dropout: float) -> None:
+    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32, **dropout)
     x, index, weights = inputs_for(ROWS, HIDDEN, dtype)
     out = (call or experts)(x, index, weights, lora)
     found = gradients(out, x, weights, lora)
     matrices = [torch.stack([experts.layer.dequantize(e, n) for e in range(EXPERTS)]) for n in PROJECTIONS]
     x, weights = (tensor.detach().cpu().requires_grad_() for tensor in (x, weights))
-    oracle = reference.moe(x, index.cpu(), weights, *matrices, lora)
-    assert relative(out.cpu(), oracle) < OUTPUT_TOLERANCE
-    for actual, expected in zip(found, gradients(oracle, x, weights, lora), strict=True):
+    expected_out = oracle(x, index.cpu(), weights, *matrices, lora)
+    assert relative(out.cpu(), expected_out) < OUTPUT_TOLERANCE
+    for actual, expected in zip(found, gradients(expected_out, x, weights, lora), strict=True):
         assert actual.dtype == expected.dtype and relative(actual.cpu(), expected) < GRADIENT_TOLERANCE
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -30,7 +31,7 @@ from ktft import native
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
 from ktft.lanes.ops import chunk, torch_ops
 from ktft.lanes.ops import interface as ops
-from ktft.lanes.ops.dropout import Dropout, stays
+from ktft.lanes.ops.dropout import Dropout, room_for_streams, stays, write_streams
 from ktft.lanes.ops.interface import operations
 from ktft.lanes.routes import PIECE_ROWS, Routes, lay_out, piece_rows
 from ktft.lora import ExpertLora
@@ -92,6 +93,7 @@ def test_masks_are_the_native_ones(projection: str) -> None:
 
 def test_masks_drop_what_they_should() -> None:
     lora = make_lora(32, 32, 4, torch.float32, dropout=0.25, seed=2**64 - 1)
+    lora = replace(lora, streams=write_streams(lora, room_for_streams(torch.device("cpu"))))
     first, second = (stays(Dropout.of(lora, name), torch.arange(4096), 256) for name in PROJECTIONS[:2])
     for row in (0, 4095):
         assert (first[row].numpy() == dropout_mask(lora, PROJECTIONS[0], row, 256)).all()

@@ -101,10 +101,12 @@ def test_rows_that_only_the_device_knows(rows: tuple[int, ...], piece_rows: int)
     assert_contract(compare(layer, make_lora(160, 32, 8, torch.float32), *inputs_for(rows, 160), forward=lane))
 
 
-def test_dropout() -> None:
+@pytest.mark.parametrize("steady", [False, True])
+def test_dropout(steady: bool) -> None:
     layer = make_layer(32, 160, "int8", native.default_isa())
     lora = make_lora(32, 160, 8, torch.float32, dropout=0.2, seed=2**63 + 5)
-    assert_contract(compare(layer, lora, *inputs_for(ROWS, 32), oracle=dropout_oracle, forward=LANE))
+    lane = Lane(DEVICE, triton_ops, chunk=3, piece_rows=30, steady=steady)
+    assert_contract(compare(layer, lora, *inputs_for(ROWS, 32), oracle=dropout_oracle, forward=lane))
 
 
 @pytest.mark.parametrize("swiglu", [GPT_OSS, GELU_TANH, clamped_after(4.0)])

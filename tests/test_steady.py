@@ -12,7 +12,7 @@ import pytest
 import runs
 import torch
 from adapted import randomize
-from contract import make_lora
+from contract import dropout_oracle, make_lora
 from given import Checkpoint
 from host_graphs import record_on_host
 from lanes import no_calibration
@@ -95,6 +95,16 @@ def test_contract(steady: list[str], monkeypatch: pytest.MonkeyPatch, fmt: str) 
     assert steady == ["forward", "backward"]
 
 
+def test_dropout(steady: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call has the masks of its own seed."""
+    monkeypatch.setattr(passes, "_alike", lambda *_: True)
+    experts = make_experts("k4", nodes=2, placement="stream")
+    warm(experts, ROWS)
+    for seed in (2**63 + 5, 6):
+        compare(experts, checkpointed(experts), torch.float32, oracle=dropout_oracle, dropout=0.3, seed=seed)
+    assert steady == ["forward", "backward"] * 2
+
+
 def test_several_pieces(steady: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk with more rows than a piece may have, and pieces without rows."""
     monkeypatch.setattr(passes, "_alike", lambda *_: True)
@@ -141,9 +151,6 @@ def test_what_is_not_steady(steady: list[str], monkeypatch: pytest.MonkeyPatch) 
     on_cpu = make_experts(placement="cpu")
     warm(on_cpu)
     step(on_cpu)
-    drops = make_experts(placement="stream")
-    warm(drops)
-    step(drops, ExpertLora(lora.pairs, 0.5, 1))
     assert not steady
     monkeypatch.setattr(passes, "DECIDED_AGAIN", 2)
     now_and_then = make_experts(placement="stream")

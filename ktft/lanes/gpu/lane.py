@@ -26,6 +26,7 @@ from ktft.lanes.gpu.graphs import Recorded
 from ktft.lanes.gpu.rings import RingPlace
 from ktft.lanes.gpu.transfer import transfer
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, decode, place
+from ktft.lanes.ops.dropout import room_for_streams, write_streams
 from ktft.lanes.ops.interface import by_triton
 from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lanes.routes import ChunkRows, Routes, lay_out, piece_rows
@@ -271,6 +272,8 @@ class GpuLane:
         `fuse` leaves the decoding of residents to the caller, who does it in one launch with the products.
         """
         compute = self.transfer.compute()
+        if lora is not None and lora.dropout > 0 and lora.streams is None:
+            lora = replace(lora, streams=write_streams(lora, room_for_streams(self.device)))
         waiting = map(self._begun, chunks)  # a chunk's copies begin when it is asked for
         self.used.wait(compute)
         coming = next(waiting, None)

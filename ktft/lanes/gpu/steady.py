@@ -25,6 +25,7 @@ from ktft.lanes.gpu.chunks import Chunk
 from ktft.lanes.gpu.graphs import Recorded
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, is_grouped
+from ktft.lanes.ops.dropout import room_for_streams, write_streams
 from ktft.lanes.ops.interface import by_triton
 from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lanes.routes import Piece, piece_rows
@@ -151,15 +152,13 @@ class SteadyLane:
         self._uses: Counter[tuple[ExpertLayer, tuple[object, ...]]] = Counter()
         self._sizes: dict[tuple[object, ...], int] = {}  # and the bytes of each
         self._lora_grads: dict[tuple[int, int], tuple[Tensor, Any]] = {}
+        self._streams = room_for_streams(lane.device)
 
     def takes(self, layer: ExpertLayer, hidden: Tensor, top_k: int, lora: ExpertLora | None) -> bool:
-        """Whether calls with hidden states of this size may be steady.
-
-        LoRA's dropout has other numbers in each call, and products of groups that torch makes one by one need to know
-        them.
+        """Whether calls with hidden states of this size may be steady. Products of groups that torch makes one by one
+        need to know how many rows each has.
         """
-        drops = lora is not None and lora.dropout > 0
-        fits = not drops and layer.held.every_route and (not self._by_device or is_grouped(self._lane.device))
+        fits = layer.held.every_route and (not self._by_device or is_grouped(self._lane.device))
         return fits and self._comes_again(layer, hidden, top_k, lora)
 
     def _comes_again(self, layer: ExpertLayer, hidden: Tensor, top_k: int, lora: ExpertLora | None) -> bool:
@@ -193,6 +192,7 @@ class SteadyLane:
         """
         with self._lane.using(layer, "forward"), torch.inference_mode(False), torch.no_grad():
             memory, chunks, key = self._begun(layer, hidden, top_k_index, top_k_weights, lora)
+            lora = self._with_streams(lora)
             pieces = memory.chunks(key[1])
             for number, decoded in enumerate(self._lane.decoded(layer, chunks, lora, fuse=True)):
                 rows, own = self._rows(pieces[number]), decoded.adapters
@@ -225,6 +225,7 @@ class SteadyLane:
         self._lane.check(layer, lora, lora_grads)
         with self._lane.using(layer, "backward"), torch.inference_mode(False), torch.no_grad():
             memory, chunks, key = self._begun(layer, hidden, top_k_index, top_k_weights, lora)
+            lora = self._with_streams(lora)
             memory.grad_output.copy_(grad_output)
             pieces = memory.chunks(key[1])
             for number, decoded in enumerate(self._lane.decoded(layer, chunks, lora, fuse=True)):
@@ -252,6 +253,12 @@ class SteadyLane:
         self._recorded.run(("begin", size, cut), partial(memory.begin, cut))
         return memory, chunks, (size, cut)
 
+    def _with_streams(self, lora: ExpertLora | None) -> ExpertLora | None:
+        """The adapters with this call's dropout where recordings look for it."""
+        if lora is None or lora.dropout <= 0:
+            return lora
+        return replace(lora, streams=write_streams(lora, self._streams))
+
     def _rows(self, pieces: list[Piece]) -> list[Piece]:
         if self._by_device:
             return pieces
@@ -266,8 +273,8 @@ class SteadyLane:
         """Everything that a chunk's kernels depend on; None if its number of experts changes often."""
         if len(chunk.experts) != chunk.layout.capacity:
             return None
-        scalings = tuple(pair.scaling for pair in own.pairs.values()) if own is not None else ()
-        return work, layer.swiglu, chunk.layout.kind, number, *scalings, *key
+        numbers = (own.dropout, *(pair.scaling for pair in own.pairs.values())) if own is not None else ()
+        return work, layer.swiglu, chunk.layout.kind, number, *numbers, *key
 
     def _buffer(self, number: int, own: ExpertLora | None) -> tuple[Tensor, Any]:
         """Memory for the gradients of a chunk's LoRA, and the event after which they have left it."""

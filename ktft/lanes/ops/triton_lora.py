@@ -16,7 +16,7 @@ ROWS, RANKS, COLS = 32, 64, 128
 PLACE_COLS = 1024
 # Triton must not compile a new kernel for what changes from call to call
 UNSPECIALIZED = {
-    "do_not_specialize": ("experts", "low_key", "high_key", "other_low", "other_high", "threshold", "kept"),
+    "do_not_specialize": ("experts", "threshold", "kept"),
     "do_not_specialize_on_alignment": ("ends", "routes"),
 }
 
@@ -37,13 +37,10 @@ def _tile(ends, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _stays(routes, row, here, col, low_key, high_key, threshold):
+def _stays(routes, row, here, col, stream, threshold):
     """What `dropout.stays` says, for these rows and columns."""
     route = tl.load(routes + row, mask=here, other=0)
-    stream = high_key.to(tl.uint32, bitcast=True).to(tl.uint64) << 32 | low_key.to(tl.uint32, bitcast=True).to(
-        tl.uint64
-    )
-    key = route.to(tl.uint64) + stream
+    key = route.to(tl.uint64) + tl.load(stream).to(tl.uint64, bitcast=True)
     key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9
     key = (key ^ (key >> 27)) * 0x94D049BB133111EB
     key = key ^ (key >> 31)
@@ -103,7 +100,7 @@ def _place(
 @short
 @triton.jit(**UNSPECIALIZED)
 def _low_rank(
-    rows, rows_row, a, ends, routes, experts, cols, places, begin, ranks, low_key, high_key, threshold,
+    rows, rows_row, a, ends, routes, experts, cols, places, begin, ranks, stream, threshold,
     DROPS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     expert, first, last = _tile(ends, experts, EXPERTS, ROWS)
@@ -119,7 +116,7 @@ def _low_rank(
         col = c + tl.arange(0, COLS)
         value = tl.load(from_x + col[None, :], mask=here[:, None] & (col < cols)[None, :], other=0)
         if DROPS:
-            value = tl.where(_stays(routes, row, here, col, low_key, high_key, threshold), value, 0)
+            value = tl.where(_stays(routes, row, here, col, stream, threshold), value, 0)
         inside = (rank < ranks)[:, None] & (col < cols)[None, :]
         sums = tl.dot(value, tl.trans(tl.load(from_a + col[None, :], mask=inside, other=0)), sums)
         sums = tl.dot(value, tl.trans(tl.load(from_a + places * cols + col[None, :], mask=inside, other=0)), sums)
@@ -132,7 +129,7 @@ def _low_rank(
 @short
 @triton.jit(**UNSPECIALIZED)
 def _add_low_rank(
-    rows, rows_row, a, ends, routes, experts, cols, places, begin, ranks, low_key, high_key, threshold,
+    rows, rows_row, a, ends, routes, experts, cols, places, begin, ranks, stream, threshold,
     DROPS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     expert, first, last = _tile(ends, experts, EXPERTS, ROWS)
@@ -154,7 +151,7 @@ def _add_low_rank(
         sums = tl.dot(value, tl.load(from_a, mask=inside, other=0), sums)
         sums = tl.dot(value, tl.load(from_a + places * cols, mask=inside, other=0), sums)
     if DROPS:
-        sums = tl.where(_stays(routes, row, here, col, low_key, high_key, threshold), sums, 0)
+        sums = tl.where(_stays(routes, row, here, col, stream, threshold), sums, 0)
     to = at + col[None, :]
     inside = here[:, None] & (col < cols)[None, :]
     tl.store(to, (tl.load(to, mask=inside, other=0).to(tl.float32) + sums).to(tl.bfloat16), mask=inside)
@@ -164,7 +161,7 @@ def _add_low_rank(
 @triton.jit(**UNSPECIALIZED)
 def _gradients(
     x, x_row, dx, dx_row, dy, out, ends, routes, weights, scale, experts, inputs, outputs, places, begin1, rank0, rank1,
-    scaling0, scaling1, kept, low_key, high_key, other_low, other_high, threshold,
+    scaling0, scaling1, kept, stream, other_stream, threshold,
     ADDS: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, DROPS: tl.constexpr, TWO: tl.constexpr,
     ROWS: tl.constexpr, RANKS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -181,7 +178,8 @@ def _gradients(
             block -= tl.where(second, of_a + of_b, 0)
             ranks, begin = tl.where(second, rank1, rank0), tl.where(second, begin1, 0)
             scaling = tl.where(second, scaling1, scaling0)
-            low_key, high_key = tl.where(second, other_low, low_key), tl.where(second, other_high, high_key)
+            if DROPS:
+                stream = tl.where(second, other_stream, stream)
             before = tl.where(second, experts.to(tl.int64) * rank0 * (inputs + outputs), 0)
             side, dy_row = tl.where(second, outputs, 0), 2 * outputs
         # A's gradient takes the places of dx, and x; B's the places of x, and dy
@@ -207,7 +205,7 @@ def _gradients(
             from_wide = wide + row.to(tl.int64)[:, None] * wide_row + col[None, :]
             other = tl.load(from_wide, mask=here[:, None] & (col < cols)[None, :], other=0)
             if DROPS:
-                stays = _stays(routes, row, here, col, low_key, high_key, threshold)
+                stays = _stays(routes, row, here, col, stream, threshold)
                 other = tl.where(stays | (block >= of_a), other, 0)
             sums = tl.dot(tl.trans(value.to(tl.bfloat16)), other, sums)
         sums *= tl.where(is_a, 1 / kept, scaling)
@@ -223,11 +221,9 @@ def _gradients(
         tl.store(to, sums, mask=inside)
 
 
-def _mask(dropout: Dropout | None) -> tuple[int, int, int]:
-    """Key and threshold as 32-bit arguments, so that their types do not depend on their values."""
-    if dropout is None:
-        return 0, 0, 0
-    return signed(dropout.stream, 32), signed(dropout.stream >> 32, 32), signed(dropout.threshold, 32)
+def _mask(dropout: Dropout | None) -> tuple[Tensor | None, int]:
+    """Stream and threshold, which is 32 bits, so that its type does not depend on its value."""
+    return (dropout.stream, signed(dropout.threshold, 32)) if dropout is not None else (None, 0)
 
 
 def _block(ranks: int) -> int:
@@ -291,12 +287,12 @@ def lora_gradients(
     ranks = max(rank0, rank1)
     block = max(16, _block(ranks))
     blocks = (1 + two) * (cdiv(inputs, COLS) + cdiv(outputs, COLS))
-    low_key, high_key, threshold = _mask(adapters.dropouts[0])
-    other_low, other_high, _ = _mask(adapters.dropouts[-1])
+    stream, threshold = _mask(adapters.dropouts[0])
+    other_stream, _ = _mask(adapters.dropouts[-1])
     _gradients[(experts, blocks, cdiv(ranks, block))](
         x, x.stride(0), dx, dx.stride(0), dy, out, piece.ends, piece.row_route, weights, adapters.scale, experts,
         inputs, outputs, adapters.places, adapters.begins[-1], rank0, rank1, first.scaling, second.scaling,
-        adapters.kept, low_key, high_key, other_low, other_high, threshold,
+        adapters.kept, stream, other_stream, threshold,
         ADDS=adds, WEIGHTED=weights is not None, SCALED=adapters.scale is not None,
         DROPS=adapters.dropouts[0] is not None, TWO=two, ROWS=ROWS, RANKS=block, COLS=COLS,
     )  # fmt: skip
