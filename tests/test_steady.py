@@ -96,11 +96,11 @@ def test_contract(steady: list[str], monkeypatch: pytest.MonkeyPatch, fmt: str) 
 
 
 def test_dropout(steady: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call has the masks of its own seed."""
+    """Each call has the masks of its own seed; the first one of its size and dtype is not steady."""
     monkeypatch.setattr(passes, "_alike", lambda *_: True)
     experts = make_experts("k4", nodes=2, placement="stream")
     warm(experts, ROWS)
-    for seed in (2**63 + 5, 6):
+    for seed in (5, 2**63 + 5, 6):
         compare(experts, checkpointed(experts), torch.float32, oracle=dropout_oracle, dropout=0.3, seed=seed)
     assert steady == ["forward", "backward"] * 2
 
