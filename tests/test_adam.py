@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ktft import native
-from ktft.native.optim import adamw
+from ktft.native.optim import adamw, scale
 
 SIZES = (*range(1, 101), 2047, 2049, 4097, 32767, 32769, 70001)
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
@@ -141,6 +141,23 @@ def test_parts_without_gradient(options: dict[str, Any], seen_before: bool) -> N
     torch.testing.assert_close(ours.params[0], theirs.params[0].detach(), rtol=1e-5, atol=1e-6, equal_nan=True)
     stands_still = not seen_before and options.get("eps") != 0 and "weight_decay" in options
     assert torch.equal(unseen, params[0][: 8 * 3000]) == stands_still
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factor", [0.37, torch.nan])
+def test_a_factor_of_the_gradients(dtype: torch.dtype, factor: float) -> None:
+    """The bits of gradients that were multiplied before; these stay as they are, also where they are zero."""
+    torch.manual_seed(0)
+    params, grads = random_tensors(SIZES, dtype), gradients(SIZES, dtype)
+    grads[-1][2048:4096] = 0
+    runtime, before = native.runtime(2), [grad.clone() for grad in grads]
+    ours, theirs = (Native(params, runtime) for _ in range(2))
+    ours.step(grads, grad_factor=factor, weight_decay=0.0)
+    assert all(map(torch.equal, grads, before))
+    scale(runtime, grads, factor)
+    theirs.step(grads, weight_decay=0.0)
+    for found, expected in zip(ours.tensors(), theirs.tensors(), strict=True):
+        assert torch.equal(found, expected) or found.isnan().all() and expected.isnan().all()
 
 
 def test_kernel_refuses_tensors_that_do_not_match() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ktft import native
 from ktft.config import EXPERT_FORMATS, PROJECTIONS
+from ktft.lanes.gpu import buffers as buffers_module
 from ktft.lanes.gpu import lane as lane_module
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.residents import Residents
@@ -89,7 +90,10 @@ def test_chunks_of_any_size_and_a_lane_for_several_layers(chunk: int, monkeypatc
     assert sum(sizes) == EXPERTS and max(sizes) <= chunk and max(sizes) - min(sizes) <= 1
 
 
-def test_what_a_buffer_holds_is_not_copied_again() -> None:
+@pytest.mark.parametrize("buffers", [2, 4])
+def test_what_a_buffer_holds_is_not_copied_again(buffers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two buffers hold one of these layers, four hold both."""
+    monkeypatch.setattr(buffers_module, "MOST_BUFFERS", buffers)
     layer, other = (make_layer(HIDDEN, INTERMEDIATE, "k4", ISA) for _ in range(2))
     lane, inputs = small(layer, 3), inputs_for((1, 9, 4, 2, 30), HIDDEN)
     outputs, copied = [], []
@@ -98,7 +102,7 @@ def test_what_a_buffer_holds_is_not_copied_again() -> None:
         with torch.no_grad():
             outputs.append(Lane(lane)(each, *inputs))
         copied.append(lane.transfer.copied_bytes - before)
-    assert copied == [layer.packed_bytes, 0, other.packed_bytes, layer.packed_bytes]
+    assert copied == [layer.packed_bytes, 0, other.packed_bytes, layer.packed_bytes if buffers == 2 else 0]
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[3])
 
 
@@ -172,6 +176,7 @@ def test_residents_are_taken_from_the_device(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_chunks_begun_ahead_are_used_or_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers_module, "MOST_BUFFERS", 2)
     layer, lora = make_layer(HIDDEN, INTERMEDIATE, "int8", ISA), make_lora(HIDDEN, INTERMEDIATE, 4, torch.float32)
     lane, inputs = small(layer), inputs_for(TAILS[1], HIDDEN)
     with torch.no_grad():

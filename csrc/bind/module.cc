@@ -326,16 +326,18 @@ void bind_optim(py::module_& m) {
            "beta2"_a, "second_weight"_a, "root_scale"_a, "eps"_a, "size"_a);
   py::class_<AdamTensor>(m, "AdamTensor")
       .def(py::init([](Dtype dtype, int64_t count, Address grad, Address param, Address exp_avg, Address exp_avg_sq,
-                       const AdamStep& step) {
+                       const AdamStep& step, float grad_factor) {
              return AdamTensor{.dtype = dtype,
                                .count = count,
+                               .grad_factor = grad_factor,
                                .grad = at(grad),
                                .param = at(param),
                                .exp_avg = at(exp_avg),
                                .exp_avg_sq = at(exp_avg_sq),
                                .step = step};
            }),
-           "dtype"_a, "count"_a, "grad"_a, "param"_a, "exp_avg"_a, "exp_avg_sq"_a, "step"_a);
+           "dtype"_a, "count"_a, "grad"_a, "param"_a, "exp_avg"_a, "exp_avg_sq"_a, "step"_a,
+           "grad_factor"_a);
   py::class_<RowTensor>(m, "RowTensor")
       .def(py::init([](Dtype dtype, int64_t rows, int64_t cols, Address data) {
              return RowTensor{.dtype = dtype, .rows = rows, .cols = cols, .data = at(data)};

@@ -31,14 +31,17 @@ void update(const AdamTensor& tensor, int64_t begin, int64_t end, const AdamKern
            *const v = static_cast<T*>(tensor.exp_avg_sq);
   // With a gradient and moments of zero, the update is p * decay - size * 0 / eps
   const AdamStep& step = tensor.step;
-  const bool may_rest = step.decay == 1 && step.eps > 0 && step.size - step.size == 0;
+  const float factor = tensor.grad_factor;
+  const bool may_rest = step.decay == 1 && step.eps > 0 && step.size - step.size == 0 && factor - factor == 0;
+  alignas(64) T scaled[kPart];
   for (int64_t i = begin; i < end; i += kPart) {
     const int64_t count = std::min(kPart, end - i);
     const auto zero = [&](const T* at) {
       return zeros(reinterpret_cast<const char*>(at + i), size_t(count) * sizeof(T));
     };
     if (may_rest && zero(grad) && zero(m) && zero(v)) continue;
-    kernel(count, step, grad + i, param + i, m + i, v + i);
+    if (factor != 1) multiply(grad + i, scaled, count, factor);
+    kernel(count, step, factor != 1 ? scaled : grad + i, param + i, m + i, v + i);
   }
 }
 

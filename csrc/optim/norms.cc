@@ -9,11 +9,6 @@ namespace {
 
 constexpr int64_t kTask = 32768;  // elements of a task
 
-float load(float v) { return v; }
-float load(bf16 v) { return to_float(v); }
-void store(float* at, float v) { *at = v; }
-void store(bf16* at, float v) { *at = to_bf16(v); }
-
 template <class T>
 double squares(const T* at, int64_t count) {
   constexpr int kLanes = 8;
@@ -35,11 +30,6 @@ int64_t bits(const void* data, int64_t begin, int64_t count) {
   uint64_t total = 0;
   for (int64_t i = 0; i < count; i++) total += at[i];
   return int64_t(total);
-}
-
-template <class T>
-void multiply(T* at, int64_t count, float factor) {
-  for (int64_t i = 0; i < count; i++) store(at + i, load(at[i]) * factor);
 }
 
 // Divides rows into parts and calls `work(tensor, first element, elements, row among all tensors' rows, number of the
@@ -116,9 +106,9 @@ void scale(Runtime& runtime, const std::vector<RowTensor>& tensors, float factor
       runtime, tensors, [](int64_t, int64_t) {},
       [&](const RowTensor& tensor, int64_t begin, int64_t count, int64_t, int) {
         if (tensor.dtype == Dtype::kF32)
-          multiply(static_cast<float*>(tensor.data) + begin, count, factor);
+          multiply(static_cast<float*>(tensor.data) + begin, static_cast<float*>(tensor.data) + begin, count, factor);
         else
-          multiply(static_cast<bf16*>(tensor.data) + begin, count, factor);
+          multiply(static_cast<bf16*>(tensor.data) + begin, static_cast<bf16*>(tensor.data) + begin, count, factor);
       });
 }
 

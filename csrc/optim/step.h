@@ -14,6 +14,17 @@ struct RowTensor {
   void* data;
 };
 
+inline float load(float v) { return v; }
+inline float load(bf16 v) { return to_float(v); }
+inline void store(float* at, float v) { *at = v; }
+inline void store(bf16* at, float v) { *at = to_bf16(v); }
+
+// Writes elements times `factor`, in fp32; `to` may be `from`.
+template <class T>
+void multiply(const T* from, T* to, int64_t count, float factor) {
+  for (int64_t i = 0; i < count; i++) store(to + i, load(from[i]) * factor);
+}
+
 // Returns the norm of each row of each tensor, in order. Squares are summed in fp64, so that no gradient overflows, and
 // in an order that does not depend on the number of threads.
 std::vector<float> row_norms(Runtime& runtime, const std::vector<RowTensor>& tensors);
@@ -24,10 +35,12 @@ std::vector<int64_t> row_bits(Runtime& runtime, const std::vector<RowTensor>& te
 // Multiplies all elements, in fp32.
 void scale(Runtime& runtime, const std::vector<RowTensor>& tensors, float factor);
 
-// A tensor of `count` elements with its gradient and moments, all of the same dtype (fp32 or bf16), and its step.
+// A tensor of `count` elements with its gradient and moments, all of the same dtype (fp32 or bf16), and its step. The
+// gradient is multiplied by `grad_factor`, and rounded to its dtype, before it is used.
 struct AdamTensor {
   Dtype dtype;
   int64_t count;
+  float grad_factor;
   const void* grad;
   void *param, *exp_avg, *exp_avg_sq;
   AdamStep step;

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from ktft import config, native
+from ktft.lanes.gpu.buffers import chunking
 from ktft.lanes.gpu.lane import CHUNK_BYTES
+from ktft.lanes.gpu.rings import LEAST_BUFFERS
 from ktft.lanes.gpu.steady import EMPTY_PIECES, SIZES_BYTES, call_bytes, empty_pieces
 from ktft.model import lazy_logits
 from ktft.model.dense_memory import PLAIN_ON_GPU, DenseChoice, dense_memory
@@ -395,14 +397,14 @@ def lane_bytes(shape: ModelShape, work: Workload, packed_bytes: int) -> dict[str
 
 def lane_chunk(moe: MoeShape, lora: int, packed: float, *, residents: bool) -> tuple[int, int]:
     """How many experts the GPU lane decodes at once, and the bytes of its buffers for each of them, by the rule of
-    `ktft.lanes.gpu.buffers`: two packed copies of `packed` bytes per parameter, a third one if there are residents, two
-    copies of its share of `lora` parameters, and one decoded copy.
+    `ktft.lanes.gpu.buffers`: packed copies of `packed` bytes per parameter, one more if there are residents, two copies
+    of its share of `lora` parameters, and one decoded copy.
     """
     parameters = moe.parameters / moe.num_experts
-    each = int(parameters * ((3 if residents else 2) * packed + _DECODED) + 2 * lora * FP32 / moe.num_experts)
-    most = min(CHUNK_BYTES // max(int(parameters * packed), 1), config.LANE_BYTES // each, -(-moe.num_experts // 2))
-    chunks = -(-moe.num_experts // max(most, 1))
-    return -(-moe.num_experts // chunks), each
+    copy = int(parameters * packed)
+    one = int(2 * copy + parameters * _DECODED + 2 * lora * FP32 / moe.num_experts)
+    experts, count = chunking(moe.num_experts, copy, one, CHUNK_BYTES, config.LANE_BYTES)
+    return experts, one + (count - LEAST_BUFFERS + residents) * copy
 
 
 def _lane_buffers(shape: ModelShape, work: Workload, packed: float) -> int:

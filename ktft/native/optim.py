@@ -102,6 +102,7 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    grad_factor: float = 1.0,
 ) -> None:
     """One step of `torch.optim.AdamW` in place. The formula is the same; results agree up to the rounding of fp32.
 
@@ -112,6 +113,7 @@ def adamw(
         params: parameters that `takes` accepts; the gradient and moments of each have its shape and dtype.
         steps: the number of each parameter's step, including this one: 1 for the first.
         lr, betas, eps, weight_decay: see `torch.optim.AdamW`.
+        grad_factor: what gradients are multiplied by before they are used, as `scale` would do.
 
     Raises:
         ValueError: tensors do not belong together, or `takes` refuses one.
@@ -145,6 +147,6 @@ def adamw(
         keep_alive.append(grad)
         check_memory(param, "a tensor of AdamW")
         addresses = (tensor.data_ptr() for tensor in (grad, param, exp_avg, exp_avg_sq))
-        tensors.append(core.AdamTensor(DTYPES[param.dtype], param.numel(), *addresses, scalars[step]))
+        tensors.append(core.AdamTensor(DTYPES[param.dtype], param.numel(), *addresses, scalars[step], grad_factor))
     core.adam(runtime.handle, tensors)
     torch.autograd.graph.increment_version((*params, *exp_avgs, *exp_avg_sqs))

@@ -18,7 +18,7 @@ from ktft import native
 from ktft.lanes.gpu.lane import adapters_at_rest
 from ktft.late import settle, write_later
 from ktft.model.experts import find_experts
-from ktft.native.optim import adamw, scale, takes
+from ktft.native.optim import adamw, takes
 from ktft.ranks.sharded import local
 from ktft.versions import version_of
 
@@ -93,7 +93,8 @@ class AdamW(torch.optim.AdamW):
                 for update in self._updates(group, now, max(len(now), 1)):
                     update()
             if later:
-                write_later([(each.args[0], each) for each in self._updates(group, later, _TOGETHER, self.grad_factor)])
+                updates = self._updates(group, later, _TOGETHER, self.grad_factor)
+                write_later([(each.args[1], each) for each in updates])
             self._step_in_torch(group, [p for p in group["params"] if not takes(local(p))])
         self.grad_factor = 1.0
         return loss
@@ -101,7 +102,7 @@ class AdamW(torch.optim.AdamW):
     def _updates(
         self, group: dict[str, Any], params: list[Tensor], together: int, factor: float = 1.0
     ) -> Iterator[partial[None]]:
-        """Updates of so many CPU parameters each, which are the first argument of each."""
+        """Updates of so many CPU parameters each, which are the second argument of each."""
         params, grads, exp_avgs, exp_avg_sqs, _, steps, _ = self._with_state(group, params)
         for step in steps:
             step += 1
@@ -116,7 +117,7 @@ class AdamW(torch.optim.AdamW):
             piece: tuple[Any, ...] = tuple(
                 each[at : at + together] for each in (params, grads, exp_avgs, exp_avg_sqs, numbers)
             )
-            yield partial(_update, *piece, runtime=self._runtime or native.runtime(), factor=factor, own=own)
+            yield partial(adamw, self._runtime or native.runtime(), *piece, grad_factor=factor, **own)
 
     def _step_in_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
         *lists, has_complex = self._with_state(group, params)
@@ -133,14 +134,6 @@ class AdamW(torch.optim.AdamW):
         lists: list[list[Tensor]] = [[] for _ in range(6)]
         has_complex = self._init_group({**group, "params": params}, *lists)
         return *([local(tensor) for tensor in each] for each in lists), has_complex
-
-
-def _update(
-    params: list[Tensor], grads: list[Tensor], *lists: Any, runtime: native.Runtime, factor: float, own: dict[str, Any]
-) -> None:
-    if factor != 1:
-        scale(runtime, grads, factor)
-    adamw(runtime, params, grads, *lists, **own)
 
 
 def _refuse_flags(group: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ktft.lanes.gpu.rings import Ring, RingPlace, Source, aligned, row_bytes
+from ktft.lanes.gpu.rings import LEAST_BUFFERS, MOST_BUFFERS, Ring, RingPlace, Source, aligned, row_bytes
 from ktft.lanes.gpu.transfer import Transfer
 from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lora import ExpertLora
@@ -29,7 +29,7 @@ class ChunkLayout:
         slices: of the layer's packed experts.
         kind: equal for layers whose decoding and adapters are the same kernels, apart from the buffers that these read.
         capacity: the most experts of a chunk.
-        packed, adapters: where packed bytes and LoRA tensors lie in each of the two buffers.
+        packed, adapters: where packed bytes and LoRA tensors lie in each of their buffers.
         blocks: those of resident experts, of which there are more than the layer's: `Residents.blocks`.
         weights: memory of the decoded chunk.
     """
@@ -50,6 +50,21 @@ class ChunkLayout:
         return self._decoded[experts]
 
 
+def chunking(experts: int, packed: int, one: int, chunk_bytes: int, limit: int) -> tuple[int, int]:
+    """The most experts of a chunk, so that chunks have about the same size; and the number of buffers for packed bytes.
+
+    Args:
+        experts: the layer's.
+        packed: packed bytes of one.
+        one: bytes that each expert of a chunk takes in all buffers, with `LEAST_BUFFERS` for packed bytes.
+        chunk_bytes, limit: as of `GpuLane`.
+    """
+    capacity = max(1, min(chunk_bytes // max(packed, 1), limit // one, -(-experts // LEAST_CHUNKS)))
+    capacity = -(-experts // -(-experts // capacity))
+    more = (limit - capacity * one) // max(capacity * packed, 1)
+    return capacity, min(MOST_BUFFERS, LEAST_BUFFERS + max(more, 0))
+
+
 def decoded_bytes(weights: ChunkWeights) -> int:
     """How many bytes of a buffer `laid_over` needs."""
     return sum(aligned(tensor.nbytes) for tensor in (*weights.gate_up.tensors, *weights.down.tensors))
@@ -68,7 +83,7 @@ def laid_over(weights: ChunkWeights, memory: Tensor) -> ChunkWeights:
 
 
 class Buffers:
-    """A lane's buffers: two for packed bytes, two for LoRA tensors (`adapters`), one for decoded weights. `GpuLane`
+    """A lane's buffers: some for packed bytes, two for LoRA tensors (`adapters`), one for decoded weights. `GpuLane`
     explains `chunk_bytes` and `limit`.
 
     Attributes:
@@ -126,16 +141,14 @@ class Buffers:
         blocks = [Source(part.address, (part.expert_bytes,), torch.uint8, locked) for part in slices]
         adapters = [Source(t.data_ptr(), tuple(t.shape[1:]), t.dtype, locks.tensor(t)) for t in parameters]
 
-        one = 2 * row_bytes(blocks) + 2 * row_bytes(adapters)
+        one = LEAST_BUFFERS * (row_bytes(blocks) + row_bytes(adapters))
         one += decoded_bytes(ChunkWeights.empty(layer, 1, lora, META))
-        most = -(-layer.num_experts // LEAST_CHUNKS)
-        capacity = max(1, min(self.chunk_bytes // row_bytes(blocks), self.limit // one, most))
-        capacity = -(-layer.num_experts // -(-layer.num_experts // capacity))  # chunks of about the same size
+        capacity, count = chunking(layer.num_experts, row_bytes(blocks), one, self.chunk_bytes, self.limit)
         weights = ChunkWeights.empty(layer, capacity, lora, META)
         parts = [(part.begin, part.expert_bytes, *part.matrices.values()) for part in slices]
         rows = [(source.shape, source.dtype) for source in adapters]
         ranks = [*weights.gate_up.places.items(), *weights.down.places.items()]
-        if self._reserve(Ring.size(blocks, capacity), Ring.size(adapters, capacity), capacity, weights):
+        if self._reserve(Ring.size(blocks, capacity), count, Ring.size(adapters, capacity), capacity, weights):
             self._layouts.clear()
         weights = laid_over(weights, self._decoded)
         return ChunkLayout(
@@ -148,9 +161,9 @@ class Buffers:
             weights,
         )
 
-    def _reserve(self, packed: int, adapters: int, slots: int, weights: ChunkWeights) -> bool:
+    def _reserve(self, packed: int, count: int, adapters: int, slots: int, weights: ChunkWeights) -> bool:
         """Make all buffers large enough; returns whether any of them moved."""
-        moved = [self.packed.reserve(packed), self.adapters.reserve(adapters)]
+        moved = [self.packed.reserve(packed, count), self.adapters.reserve(adapters)]
         if slots > len(self.slots):
             self.slots = self.slots.new_empty(slots)
             moved.append(True)

@@ -13,6 +13,7 @@ from ktft.lanes.decide.calibrate import Probes, calibrate, copy_seconds, cpu_pro
 from ktft.lanes.decide.costs import LayerKind, Rates
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, decode, place
+from ktft.lanes.ops.dropout import room_for_streams, write_streams
 from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lanes.routes import Routes, lay_out
 from ktft.lanes.terms import Work
@@ -40,7 +41,7 @@ def _chunks(lane: GpuLane, layer: ExpertLayer, lora: ExpertLora | None) -> Calla
     blocks = [_host(part.address, part.expert_bytes * few).view(few, -1).to(device) for part in slices]
     if lora is not None:
         pairs = {name: LoraPair(first(pair.a), first(pair.b), pair.scaling) for name, pair in lora.pairs.items()}
-        lora = replace(lora, pairs=pairs)
+        lora = replace(lora, pairs=pairs, streams=write_streams(lora, room_for_streams(device)))
 
     def run(work: Work, experts: int, rows: int) -> None:
         hidden = torch.full((rows * few, layer.hidden_size), 0.01, dtype=torch.bfloat16, device=device)

@@ -15,6 +15,10 @@ from ktft.native.cuda import Rows, copy_on_host
 
 ALIGNMENT = 256
 """Alignment of each matrix in a buffer, in bytes."""
+LEAST_BUFFERS, MOST_BUFFERS = 2, 4
+"""How many buffers take turns. Two let copies and products overlap. Four hold two layers of two chunks, which then need
+not be copied again where passes turn round: after the last layer's forward, and the first layer's backward.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,15 +49,19 @@ class Buffer:
         mirror: locked host memory of the same size, for sources that are not locked; None until it is needed.
         copied: event after which the last copy is complete.
         free: event after which the products no longer read the buffer.
-        holds: the places and rows that were copied last; None if they may change.
+        held: the places and rows that were copied last; None if they may change.
     """
 
-    holds: tuple[Sequence[RingPlace], list[int]] | None = None
+    held: tuple[Sequence[RingPlace], list[int]] | None = None
 
     def __init__(self, transfer: Transfer) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device=transfer.device)
         self.mirror: Tensor | None = None
         self.copied, self.free = transfer.event(), transfer.event()
+
+    def holds(self, places: Sequence[RingPlace], rows: Sequence[int]) -> bool:
+        """Whether these rows were copied last, and have not changed."""
+        return self.held is not None and self.held[0] is places and self.held[1] == rows
 
 
 @dataclass(frozen=True)
@@ -90,15 +98,16 @@ def row_bytes(sources: Sequence[Source]) -> int:
 
 
 class Ring:
-    """`count` buffers of one size that take turns. Copies of unlocked memory go through a locked mirror of the buffer.
+    """Buffers of one size that take turns: the one that was used longest ago is filled next. Copies of unlocked memory
+    go through a locked mirror of the buffer.
 
     `frozen` says that the sources never change, so a buffer that already holds the rows is not filled again.
     """
 
-    def __init__(self, transfer: Transfer, count: int = 2, *, frozen: bool = False) -> None:
+    def __init__(self, transfer: Transfer, *, frozen: bool = False) -> None:
         self._transfer, self._frozen = transfer, frozen
-        self._buffers = [Buffer(transfer) for _ in range(count)]
-        self._turn = 0
+        self._buffers = [Buffer(transfer) for _ in range(LEAST_BUFFERS)]
+        self._turns = list(range(LEAST_BUFFERS))  # the buffers' numbers, that of the next one first
 
     @property
     def bytes(self) -> int:
@@ -109,20 +118,23 @@ class Ring:
         """Bytes of one buffer for `capacity` rows of each source."""
         return sum(aligned(source.bytes * capacity) for source in sources)
 
-    def reserve(self, size: int) -> bool:
-        """Make the buffers at least so large; returns whether they moved.
+    def reserve(self, size: int, count: int = LEAST_BUFFERS) -> bool:
+        """Make the buffers at least so large, and at least so many; returns whether they moved.
 
         Raises:
             torch.OutOfMemoryError: the device has no room.
         """
-        if size <= self._buffers[0].memory.nbytes:
+        now, new = self._buffers[0].memory.nbytes, range(len(self._buffers), count)
+        if size <= now and not new:
             return False
         self._transfer.synchronize()
         for buffer in self._buffers:
             buffer.free.synchronize()
-            buffer.memory, buffer.mirror, buffer.holds = buffer.memory.new_empty(0), None, None
+            buffer.memory, buffer.mirror, buffer.held = buffer.memory.new_empty(0), None, None
+        self._turns += new
+        self._buffers += [Buffer(self._transfer) for _ in new]
         for buffer in self._buffers:
-            buffer.memory = torch.empty(size, dtype=torch.uint8, device=self._transfer.device)
+            buffer.memory = torch.empty(max(size, now), dtype=torch.uint8, device=self._transfer.device)
             self._transfer.keep([buffer.memory], self._transfer.into)
             # Products that still run may use this memory, which torch has just reused: copies must wait for them
             buffer.free.record(self._transfer.compute())
@@ -145,24 +157,27 @@ class Ring:
 
     def fill(self, places: Sequence[RingPlace], rows: Sequence[int]) -> RingPlace:
         """Begin to copy these rows into the next buffer, as soon as the products no longer read it."""
-        place = places[self._turn]
-        self._turn = (self._turn + 1) % len(self._buffers)
-        holds = place.buffer.holds
-        if holds is not None and holds[0] is places and holds[1] == rows:
+        there = (number for number in self._turns if self._buffers[number].holds(places, rows))
+        number = next(there, self._turns[0])
+        self._turns.remove(number)
+        self._turns.append(number)
+        place, buffer = places[number], self._buffers[number]
+        if buffer.holds(places, rows):
             return place
-        place.buffer.holds = None
-        place.buffer.free.wait(self._transfer.into)
+        buffer.held = None
+        buffer.free.wait(self._transfer.into)
         self._transfer.copy_in(rows, place.locked)
         if place.pageable:
             self._through_mirror(place, rows)
-        place.buffer.copied.record(self._transfer.into)
+        buffer.copied.record(self._transfer.into)
         if self._frozen:
-            place.buffer.holds = places, list(rows)
+            buffer.held = places, list(rows)
         return place
 
     def turn_back(self, count: int) -> None:
         """Give back the buffers of the last `count` fillings, which turned out not to be needed."""
-        self._turn = (self._turn - count) % len(self._buffers)
+        at = len(self._turns) - count
+        self._turns = [*self._turns[at:], *self._turns[:at]]
 
     def _through_mirror(self, place: RingPlace, rows: Sequence[int]) -> None:
         buffer = place.buffer
