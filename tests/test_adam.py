@@ -157,7 +157,7 @@ def test_a_factor_of_the_gradients(dtype: torch.dtype, factor: float) -> None:
     scale(runtime, grads, factor)
     theirs.step(grads, weight_decay=0.0)
     for found, expected in zip(ours.tensors(), theirs.tensors(), strict=True):
-        assert torch.equal(found, expected) or found.isnan().all() and expected.isnan().all()
+        assert torch.equal(found, expected) or (found.isnan().all() and expected.isnan().all())
 
 
 def test_kernel_refuses_tensors_that_do_not_match() -> None:

@@ -159,20 +159,29 @@ def test_what_is_not_steady(steady: list[str], monkeypatch: pytest.MonkeyPatch) 
     assert steady == ["forward", "backward"] * 2
 
 
-def test_bad_values_are_found_in_backward(steady: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bad", ["hidden", "index"])
+def test_bad_values_are_found_when_the_step_is_over(
+    steady: list[str], monkeypatch: pytest.MonkeyPatch, bad: str
+) -> None:
     monkeypatch.setattr(passes, "_alike", lambda *_: True)
     experts = make_experts(placement="stream")
     warm(experts)
     x, index, weights = inputs_for(USED, HIDDEN)
     with torch.no_grad():
-        x[3, 1] = torch.nan
+        if bad == "hidden":
+            x[3:, 1] = torch.nan
+        else:
+            index[0, 0] = -1
     link = object()
     with torch.no_grad():
         experts._all_experts(x, index, weights, None, None, link)
-    again = experts._all_experts(x, index, weights, None, None, link)
-    with pytest.raises(ValueError, match="hold NaN or Inf \\(token 3 of"):
-        again.float().sum().backward()
+    experts._all_experts(x, index, weights, None, None, link).float().sum().backward()
     assert steady == ["forward", "backward"]
+    assert experts.laned is not None and experts.laned.lanes.running is not None
+    message = {"hidden": "hold NaN or Inf \\(token 3 of", "index": "routed to expert -1, but"}[bad]
+    with pytest.raises(ValueError, match=message):
+        experts.laned.lanes.running.deliver()
+    experts.laned.lanes.running.deliver()  # which has nothing more to look at
 
 
 @pytest.mark.parametrize("form", EXPERT_LORA)

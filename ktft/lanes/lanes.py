@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -19,7 +20,7 @@ from ktft.device import ACCELERATORS, device_of
 from ktft.lanes.gpu.crossing import Crossing
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.residents import TrainingResidents
-from ktft.lanes.gpu.steady import SteadyLane
+from ktft.lanes.gpu.steady import SteadyLane, Told
 from ktft.lanes.kept import KeptOutputs
 from ktft.lanes.passes import Pass, Passes
 from ktft.lanes.routes import Routes
@@ -146,6 +147,7 @@ class DeviceLanes:
         self._residents = TrainingResidents(self.gpu, settings.gpu_expert_memory)
         self.links = True
         self._differences: Tensor | None = None
+        self._told: list[tuple[Tensor, Tensor, Callable[[Told], None]]] = []
         self._owed: list[Future[list[Tensor]]] = []
         self._gradients = ThreadPoolExecutor(1, "ktft-gradients")
         self._mutex = threading.RLock()
@@ -290,25 +292,46 @@ class DeviceLanes:
         here = (first != again).sum()
         self._differences = here if self._differences is None else self._differences + here
 
+    def look_later(self, before: Tensor, now: Tensor, look: Callable[[Told], None]) -> None:
+        """Let `deliver` look at what makes the `Told` of a steady call's backward, and of the forward before."""
+        self._told.append((before, now, look))
+
     def deliver(self) -> None:
-        """Wait until all gradients that are owed are with those that their parameters have, and tell their hooks.
+        """Wait until all gradients that are owed are with those that their parameters have, and tell their hooks. Look
+        at what steady calls have told.
 
         If a call that was run again was not the same, calls are no longer trusted to be: their outputs are searched for
         by their inputs, and computed again if they are not found.
+
+        Raises:
+            ValueError: hidden states hold NaN or Inf, or a token is routed to an expert that does not exist.
         """
+        differ = self._look()
         owed, self._owed = self._owed, []
         differences, self._differences = self._differences, None
-        if differences is not None and (count := int(differences)):
+        if differ or (differences is not None and bool(differences)):
             self.links = False
             logger.info(
-                "%d experts of tokens were others when checkpointing ran their layer again, since its kernels round "
-                "differently; from now on such layers compute their experts again", count,
-            )  # fmt: skip
+                "checkpointing ran layers again, and tokens were routed to other experts, since their kernels round "
+                "differently; from now on such layers compute their experts again"
+            )
         for each in owed:
             for parameter in each.result():
                 tell_hooks(parameter)
         if owed:
             self.gpu.finish()  # it lets go of what was in flight
+
+    def _look(self) -> bool:
+        """Look at what steady calls have told, in the order of the layers. Returns whether a routing has changed."""
+        told, self._told = self._told, []
+        if not told:
+            return False
+        pairs = [(before, now) for before, now, _ in told]
+        numbers = iter(torch.cat([each for pair in pairs for each in pair]).tolist())
+        found = [[Told.of(list(itertools.islice(numbers, len(each)))) for each in pair] for pair in pairs]
+        for (_, now), (*_, look) in zip(reversed(found), reversed(told), strict=True):
+            look(now)
+        return any(before.routing != now.routing for before, now in found)
 
     # --- steps of training --------------------------------------------------------------------------------------------
 
@@ -327,6 +350,7 @@ class DeviceLanes:
             self.gpu.forget()
 
     def begin_step(self) -> None:
+        self._told.clear()
         while self._owed:  # of a step that failed
             self._owed.pop().exception()
         with self._mutex:

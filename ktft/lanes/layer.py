@@ -115,7 +115,7 @@ class LanedExperts:
         """The output of a call whose passes are steady, forward and backward; None if they are not."""
         layer, number = self.layer, self.number
 
-        def forward() -> Tensor:
+        def forward() -> tuple[Tensor, Tensor]:
             with lanes.steady_pass(layer, number, index.numel(), Work.FORWARD) as lane:
                 return lane.forward(layer, hidden.detach(), index, weights.detach().float(), lora)
 
@@ -123,22 +123,18 @@ class LanedExperts:
         if again or kept is None:
             if not lanes.is_steady(layer, hidden, index.shape[1], lora):
                 return None
-            # A copy, since a recorded layer overwrites its tensors before the host has them
-            copied = index.to(torch.int64, copy=True)
-            routing = lanes.crossing.to_host(copied, hidden.sum(1, dtype=torch.float32))
-            out = forward()
+            out, told = forward()
             if again:
-                self.kept.linked[link] = SteadyKept(out, out._version, copied, routing, state_of(lora))
+                self.kept.linked[link] = SteadyKept(out, out._version, told, state_of(lora))
                 return out
         elif isinstance(kept, SteadyKept):
             del self.kept.linked[link]
-            lanes.compare(kept.top_k_index, index)
-            out, routing = kept.out, kept.routing
+            out, told = kept.out, kept.told
             if out._version != kept.version or kept.state != state_of(lora):
-                out = forward()
+                out, told = forward()
         else:
             return None
-        call = SteadyCall(lanes, layer, number, lora, record, routing, out.detach(), partial(_room, lanes))
+        call = SteadyCall(lanes, layer, number, lora, record, told, out.detach(), partial(_room, lanes))
         parameters = lora.parameters() if lora is not None else []
         call.owes = lanes.may_owe(parameters)
         if not call.owes and any(tensor.requires_grad for tensor in parameters):
@@ -199,7 +195,8 @@ class _Call:
         with spans.span("wait", owner.number):
             self.inputs = Inputs(*arriving.wait())
         if not np.isfinite(self.inputs.sums.numpy()).all() and not torch.isfinite(hidden).all():
-            raise ValueError(not_finite(owner.layer.name, hidden))
+            token = int((~torch.isfinite(hidden).all(1)).nonzero()[0])
+            raise ValueError(not_finite(owner.layer.name, token, len(hidden)))
         kept = owner.kept.pop(self.inputs, self.lora) if may_be_kept else None
         if kept is not None:
             self.kept, self.routes = kept
@@ -339,12 +336,13 @@ class _Call:
 
 @dataclass(frozen=True, eq=False)
 class SteadyKept:
-    """The output of a steady forward that will be asked for again, its version, routing, and state of adapters."""
+    """The output of a steady forward that will be asked for again, its version, what makes its `Told`, and the state of
+    adapters.
+    """
 
     out: Tensor
     version: int
-    top_k_index: Tensor
-    routing: Arriving
+    told: Tensor
     state: tuple[object, ...]
 
 

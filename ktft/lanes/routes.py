@@ -134,6 +134,12 @@ def only(top_k_index: Tensor, experts: Sequence[int], num_experts: int) -> Tenso
     return torch.from_numpy(np.where(here[index], index, ELSEWHERE))
 
 
+def wrong_expert(layer: ExpertLayer, expert: int) -> str:
+    """The message for a routing to an expert that does not exist."""
+    last = layer.num_experts - 1
+    return f"{layer.name}: a token is routed to expert {expert}, but the layer's experts are 0 to {last}"
+
+
 def rows_of(layer: ExpertLayer, top_k_index: Tensor) -> list[int]:
     """How many routes each expert has in `[T, k]`, in host memory. Only a layer that some routes pass
     by takes `ELSEWHERE`.
@@ -147,9 +153,6 @@ def rows_of(layer: ExpertLayer, top_k_index: Tensor) -> list[int]:
         flat = flat[flat != ELSEWHERE]
     lowest, highest = (int(flat.min()), int(flat.max())) if flat.size else (0, 0)
     if lowest < 0 or highest >= layer.num_experts:
-        raise ValueError(
-            f"{layer.name}: a token is routed to expert {lowest if lowest < 0 else highest}, but the layer's experts "
-            f"are 0 to {layer.num_experts - 1}"
-        )
+        raise ValueError(wrong_expert(layer, lowest if lowest < 0 else highest))
     counts: list[int] = np.bincount(flat, minlength=layer.num_experts).tolist()
     return counts

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ktft import spans
-from ktft.lanes.gpu.crossing import Arriving
+from ktft.lanes.gpu.steady import Told
 from ktft.lanes.lanes import DeviceLanes
 from ktft.lanes.record import Record
-from ktft.lanes.routes import rows_of
+from ktft.lanes.routes import wrong_expert
 from ktft.lanes.terms import Work
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
@@ -26,8 +26,7 @@ class SteadyCall:
 
     Attributes:
         number: of the decoder layer.
-        routing: expert numbers and the sum of each token's hidden states, on their way to the host. It looks at them in
-            backward, when they have long arrived.
+        told: what makes the `Told` of the forward that made the output.
         out: the output; None once it was taken.
         room: makes memory for LoRA's gradients of these shapes.
         owes: LoRA's gradients do not go through autograd.
@@ -38,7 +37,7 @@ class SteadyCall:
     number: int
     lora: ExpertLora | None
     record: Record | None
-    routing: Arriving
+    told: Tensor
     out: Tensor | None
     room: Callable[[list[torch.Size]], list[Tensor]]
     owes: bool = False
@@ -51,8 +50,10 @@ class SteadyCall:
         grads = self.room([each.shape for each in parameters])
         given = hidden, grad_output.to(hidden.dtype), index, weights, self.lora, grads
         with self.lanes.steady_pass(self.layer, self.number, index.numel(), Work.BACKWARD) as lane:
-            of_hidden, of_weights = lane.backward(self.layer, *given)
-        self._look(index, weights, hidden, grad_output)
+            of_hidden, of_weights, told = lane.backward(self.layer, *given)
+        self.lanes.look_later(self.told, told, partial(self._look, len(hidden)))
+        if self.record is not None and self.record.watching:
+            self.record.count_reached(index, weights, grad_output)
         if self.owes:
             self.lanes.owe(self.layer, self.lanes.gpu.arrival(), parameters, grads)
             return of_hidden, of_weights.to(weights.dtype), *(None for _ in grads)
@@ -61,18 +62,15 @@ class SteadyCall:
         lora = [grad.to(each.dtype) for grad, each in zip(grads, parameters, strict=True)]
         return of_hidden, of_weights.to(weights.dtype), *lora
 
-    def _look(self, index: Tensor, weights: Tensor, hidden: Tensor, grad_output: Tensor) -> None:
+    def _look(self, tokens: int, told: Told) -> None:
         """Check and count the routing."""
-        with spans.span("wait", self.number):
-            on_host, sums = self.routing.wait()
-        if not np.isfinite(sums.numpy()).all() and not torch.isfinite(hidden).all():
-            raise ValueError(not_finite(self.layer.name, hidden))
-        counts = rows_of(self.layer, on_host)
-        self.lanes.observe(self.layer, counts)
+        if told.bad_token >= 0:
+            raise ValueError(not_finite(self.layer.name, told.bad_token, tokens))
+        if told.lowest < 0:
+            raise ValueError(wrong_expert(self.layer, told.lowest))
+        self.lanes.observe(self.layer, told.counts)
         if self.record is not None:
-            self.record.add(counts, len(on_host))
-            if self.record.watching:
-                self.record.count_reached(index, weights, grad_output)
+            self.record.add(told.counts, tokens)
 
     def wait(self) -> None:
         """Wait until LoRA's gradients are in host memory."""
@@ -123,10 +121,9 @@ def go_back(out: Tensor, grad: Tensor) -> bool:
     return True
 
 
-def not_finite(name: str, hidden: Tensor) -> str:
-    """The message for hidden states `[T, H]` with NaN or Inf."""
-    token = int((~torch.isfinite(hidden).all(1)).nonzero()[0])
+def not_finite(name: str, token: int, tokens: int) -> str:
+    """The message for hidden states of so many tokens, of which this is the first with NaN or Inf."""
     return (
-        f"{name}: hidden states hold NaN or Inf (token {token} of {len(hidden)}). The layers before this one produced "
+        f"{name}: hidden states hold NaN or Inf (token {token} of {tokens}). The layers before this one produced "
         "it: look for a too high learning rate, fp16 overflow (use bf16: true) or damaged weights"
     )

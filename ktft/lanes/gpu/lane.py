@@ -1,7 +1,7 @@
 """The GPU lane copies packed experts to the device in chunks, and decodes and multiplies them there.
 
-While one chunk is multiplied, the next one is in flight: two buffers of packed bytes take turns, and all chunks share
-one buffer of decoded weights. Events order the streams, so the host waits for nothing.
+While one chunk is multiplied, the next one is in flight: buffers of packed bytes take turns, and all chunks share one
+buffer of decoded weights. Events order the streams, so the host waits for nothing.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
 
 FP32, INT32, INT64 = 4, 4, 8
+_FACTOR = 0x5851F42D4C957F2D  # that of D. Knuth's MMIX generator, odd and of many bits
 SIZES, SIZES_BYTES = 8, 1 << 30
 """The most sizes of calls that are steady, and of bytes for them: each size needs memory of its own."""
 EMPTY_PIECES = 32
@@ -43,7 +44,7 @@ wait for the routing some 4 ms.
 
 def call_bytes(tokens: int, top_k: int, hidden_size: int, value_bytes: int) -> int:
     """Bytes that `Memory` takes, without what depends on the cut, which is less."""
-    return tokens * (hidden_size * (2 * value_bytes + FP32) + top_k * (2 * INT64 + 2 * FP32 + INT32))
+    return tokens * (hidden_size * (2 * value_bytes + FP32) + top_k * (3 * INT64 + 2 * FP32 + INT32))
 
 
 def empty_pieces(rows: int, chunks: int, hidden_size: int, intermediate_size: int) -> int:
@@ -67,6 +68,7 @@ class Memory:
         index: `[T, k]` int64; weights: `[T, k]` fp32.
         order: `[E]` int16: each expert's place among those of all chunks.
         total, grad_weights: fp32 `[T, H]` and `[T, k]`: the sums that a pass makes.
+        told: `[E + 3]` int64, what the host asks of a pass, later: see `Told`.
     """
 
     def __init__(self, hidden: Tensor, top_k: int, experts: int) -> None:
@@ -76,7 +78,9 @@ class Memory:
         self.weights, self.grad_weights = (torch.zeros(tokens, top_k, device=device) for _ in range(2))
         self.order = torch.zeros(experts, dtype=torch.int16, device=device)
         self.total = torch.zeros(hidden.shape, device=device)
+        self.told = torch.zeros(experts + 3, dtype=torch.int64, device=device)
         self._numbers = torch.arange(tokens * top_k, device=device)
+        self._factors = (2 * self._numbers + 1) * _FACTOR
         self._ones = torch.ones(tokens * top_k, dtype=torch.int32, device=device)
         self._chunks: dict[CutRows, list[_ChunkMemory]] = {}
         self._orders: dict[tuple[int, ...], Tensor] = {}
@@ -105,7 +109,7 @@ class Memory:
         return self._chunks[cut]
 
     def begin(self, cut: CutRows) -> None:
-        """Sort the routes by expert, for chunks and pieces of this cut, and clear the sums."""
+        """Sort the routes by expert, for chunks and pieces of this cut, clear the sums, and note what the host asks."""
         rows = len(self._numbers)
         self.total.zero_()
         self.grad_weights.zero_()
@@ -113,6 +117,7 @@ class Memory:
         by_row = torch.sort(places, stable=True).indices  # a radix sort of few bits is short
         counts = torch.zeros(len(self.order), dtype=torch.int32, device=places.device)
         ends = counts.scatter_add_(0, places.long(), self._ones).cumsum(0)
+        self._tell(counts)
         row_of = torch.empty_like(by_row).scatter_(0, by_row, self._numbers)
         begin, first = torch.zeros_like(ends[0]), 0
         for chunk, size in zip(self._of(cut), cut.sizes, strict=True):
@@ -122,6 +127,35 @@ class Memory:
             chunk.row_route.copy_(by_row[(self._numbers + begin).clamp(max=rows - 1)])
             chunk.route_row.copy_(torch.where((row_of >= begin) & (row_of < end), row_of - begin, rows))
             begin, first = end, first + size
+
+    def _tell(self, counts: Tensor) -> None:
+        """`counts` are the numbers of rows of the experts in the order of the chunks."""
+        # If a token's sum is finite, all its values are
+        bad = ~self.hidden.sum(1, dtype=torch.float32).isfinite()
+        first = (bad.to(torch.int32).argmax() + 1) * bad.any() - 1
+        routing = (self.index.view(-1) * self._factors).sum()
+        self.told.copy_(torch.cat((counts[self.order.long()], torch.stack((self.index.min(), first, routing)))))
+
+
+class Told(NamedTuple):
+    """What a pass tells the host. Nobody waits for it: it is looked at once a step.
+
+    Attributes:
+        counts: how many rows each expert has.
+        lowest: the lowest expert number of a token.
+        bad_token: the first token whose hidden states hold NaN or Inf; -1 if none does.
+        routing: another number, most likely, if a token goes to another expert.
+    """
+
+    counts: list[int]
+    lowest: int
+    bad_token: int
+    routing: int
+
+    @classmethod
+    def of(cls, found: list[int]) -> Told:
+        """From the numbers of `Memory.told`."""
+        return cls(found[:-3], *found[-3:])
 
 
 class _ChunkMemory:
@@ -180,8 +214,8 @@ class SteadyLane:
 
     def forward(
         self, layer: ExpertLayer, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None
-    ) -> Tensor:
-        """The layer's output `[T, H]`, in the dtype of `hidden`. Returns when the work is queued.
+    ) -> tuple[Tensor, Tensor]:
+        """The layer's output `[T, H]`, in the dtype of `hidden`, and what makes a `Told`. Returns when work is queued.
 
         Args:
             hidden: `[T, H]` on the device; top_k_index: `[T, k]`; top_k_weights: `[T, k]` fp32.
@@ -199,7 +233,7 @@ class SteadyLane:
                 given = decoded.weights, own, rows, memory.hidden, memory.weights, layer.swiglu, memory.total
                 whole = self._key("forward", layer, chunks[number], own, number, key)
                 decoded.run(self._recorded, whole, partial(chunk_forward, *given))
-            return memory.total.to(hidden.dtype, copy=True)
+            return memory.total.to(hidden.dtype, copy=True), memory.told.clone()
 
     def backward(
         self,
@@ -210,9 +244,9 @@ class SteadyLane:
         top_k_weights: Tensor,
         lora: ExpertLora | None,
         lora_grads: Sequence[Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """The gradients of hidden states, in their dtype, and of routing weights, fp32. LoRA's are complete, for all
-        experts, when `GpuLane.finish` returns.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of hidden states, in their dtype, and of routing weights, fp32; and what makes a `Told`. LoRA's
+        gradients are complete, for all experts, when `GpuLane.finish` returns.
 
         Args:
             layer, hidden, top_k_index, top_k_weights, lora: as in `forward`.
@@ -236,7 +270,8 @@ class SteadyLane:
                 decoded.run(self._recorded, self._key("backward", layer, chunks[number], own, number, key), work)
                 self._lane.give_back(decoded.experts, _views(buffer, own), lora_grads)
                 returned.record(self._lane.transfer.out)
-            return memory.total.to(hidden.dtype, copy=True), memory.grad_weights.clone()
+            of_hidden = memory.total.to(hidden.dtype, copy=True)
+            return of_hidden, memory.grad_weights.clone(), memory.told.clone()
 
     def _begun(
         self, layer: ExpertLayer, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None
