@@ -343,7 +343,12 @@ void bind_optim(py::module_& m) {
              return RowTensor{.dtype = dtype, .rows = rows, .cols = cols, .data = at(data)};
            }),
            "dtype"_a, "rows"_a, "cols"_a, "data"_a);
-  m.def("row_norms", &row_norms, "runtime"_a, "tensors"_a, NoGil());
+  m.def(
+      "row_norms",
+      [](Runtime& runtime, const std::vector<RowTensor>& tensors, Address norms) {
+        row_norms(runtime, tensors, at<float>(norms));
+      },
+      "runtime"_a, "tensors"_a, "norms"_a, NoGil());
   m.def("row_bits", &row_bits, "runtime"_a, "tensors"_a, NoGil());
   m.def("scale", &scale, "runtime"_a, "tensors"_a, "factor"_a, NoGil());
   m.def("adam", &adam, "runtime"_a, "tensors"_a, NoGil());

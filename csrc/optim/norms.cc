@@ -84,14 +84,12 @@ std::vector<Sum> by_rows(Runtime& runtime, const std::vector<RowTensor>& tensors
 
 }  // namespace
 
-std::vector<float> row_norms(Runtime& runtime, const std::vector<RowTensor>& tensors) {
+void row_norms(Runtime& runtime, const std::vector<RowTensor>& tensors, float* norms) {
   const auto totals = by_rows<double>(runtime, tensors, [](const RowTensor& tensor, int64_t begin, int64_t count) {
     return tensor.dtype == Dtype::kF32 ? squares(static_cast<const float*>(tensor.data) + begin, count)
                                        : squares(static_cast<const bf16*>(tensor.data) + begin, count);
   });
-  std::vector<float> norms;
-  for (const double total : totals) norms.push_back(float(std::sqrt(total)));
-  return norms;
+  for (const double total : totals) *norms++ = float(std::sqrt(total));
 }
 
 std::vector<int64_t> row_bits(Runtime& runtime, const std::vector<RowTensor>& tensors) {

@@ -30,9 +30,10 @@ def row_norms(runtime: Runtime, tensors: Sequence[Tensor]) -> list[Tensor]:
     """
     if not tensors:
         return []
-    norms = core.row_norms(runtime.handle, [_rows(tensor) for tensor in tensors])
-    found = torch.tensor(norms, dtype=torch.float32, device="cpu")
-    return list(found.split([len(tensor) for tensor in tensors]))
+    rows = [len(tensor) for tensor in tensors]
+    norms = torch.empty(sum(rows), dtype=torch.float32, device="cpu")
+    core.row_norms(runtime.handle, [_rows(tensor) for tensor in tensors], norms.data_ptr())
+    return list(norms.split(rows))
 
 
 def row_bits(runtime: Runtime, tensors: Sequence[Tensor]) -> list[Tensor]:
