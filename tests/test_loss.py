@@ -93,10 +93,10 @@ def test_same_loss_and_gradients(
         assert isinstance(out.logits, LazyLogits) and not out.logits.computed
         torch.testing.assert_close(same, loss, rtol=1e-5, atol=0)
         assert grads.keys() == others.keys()
+        # Kernels of experts round gradients to bf16: what falls to the other side is 2^-8 off
+        most = 0.05 if autocast else 2**-8
         for key, grad in grads.items():
-            assert grad.any() and distance(others[key], grad) < (0.05 if autocast else 1e-3), (
-                key
-            )  # kernels of experts round to bf16
+            assert grad.any() and distance(others[key], grad) < most, key
         logits = out.logits[0, 3].tolist()  # a real tensor after the step too
         assert logits == pytest.approx(head_logits(model, autocast)[0, 3].tolist(), abs=1e-5)
 

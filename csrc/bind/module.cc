@@ -336,8 +336,7 @@ void bind_optim(py::module_& m) {
                                .exp_avg_sq = at(exp_avg_sq),
                                .step = step};
            }),
-           "dtype"_a, "count"_a, "grad"_a, "param"_a, "exp_avg"_a, "exp_avg_sq"_a, "step"_a,
-           "grad_factor"_a);
+           "dtype"_a, "count"_a, "grad"_a, "param"_a, "exp_avg"_a, "exp_avg_sq"_a, "step"_a, "grad_factor"_a);
   py::class_<RowTensor>(m, "RowTensor")
       .def(py::init([](Dtype dtype, int64_t rows, int64_t cols, Address data) {
              return RowTensor{.dtype = dtype, .rows = rows, .cols = cols, .data = at(data)};

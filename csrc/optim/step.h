@@ -25,8 +25,8 @@ void multiply(const T* from, T* to, int64_t count, float factor) {
   for (int64_t i = 0; i < count; i++) store(to + i, load(from[i]) * factor);
 }
 
-// Writes the norm of each row of each tensor, in order. Squares are summed in fp64, so that no gradient overflows, and in
-// an order that does not depend on the number of threads.
+// Writes the norm of each row of each tensor, in order. Squares are summed in fp64, so that no gradient overflows, and
+// in an order that does not depend on the number of threads.
 void row_norms(Runtime& runtime, const std::vector<RowTensor>& tensors, float* norms);
 
 // Returns the sum over the bits of each row's elements, in order: 0 for zeros, and another number after any one update.
