@@ -112,10 +112,14 @@ $(VENV)/.tools: pyproject.toml ci/requirements.py
 	@$(PIP) install -r $(VENV)/tools.txt
 	@touch $@
 
-# --no-compile: Python compiles what is imported, a fraction of what is installed.
+# --no-compile: Python compiles what is imported, a fraction of what is installed. One process does that for all: tests
+# that start beside each other would each compile the same.
+COMPILE = @$(1)/python -c 'import $(2)' > /dev/null 2>&1 || true
+
 $(VENV)/.environment: $(VENV)/.tools $(shell find ci/stubs -name '*.toml' -o -name '*.py')
 	@$(BIN)/python ci/requirements.py $(EXTRAS) > $(VENV)/requirements.txt
 	@$(PIP) install --no-compile $(TORCH) $(STUBS) -r $(VENV)/requirements.txt
+	$(call COMPILE,$(BIN),llamafactory.train.tuner)
 	@touch $@
 
 # One editable wheel for all environments. The build folder is kept, so only what changed in csrc is compiled again.
@@ -137,6 +141,7 @@ $(SERVE_VENV)/.environment: $(VENV)/.environment
 	@$(PYTHON) -m venv $(SERVE_VENV)
 	@$(BIN)/python ci/requirements.py serve-cpu test > $(SERVE_VENV)/requirements.txt
 	@$(PIP) --python $(SERVE_BIN)/python install --no-compile $(TORCH) $(SERVE_STUBS) -r $(SERVE_VENV)/requirements.txt
+	$(call COMPILE,$(SERVE_BIN),vllm.entrypoints.openai.api_server)
 	@touch $@
 
 # SGLang's requirements have gigabytes for GPUs, so what it imports on a CPU is listed in ci. `make test` leaves it out.
@@ -158,6 +163,7 @@ $(NEWEST_VENV)/.environment: $(VENV)/.environment
 	@$(PYTHON) -m venv $(NEWEST_VENV)
 	@$(BIN)/python ci/requirements.py trl dev > $(NEWEST_VENV)/requirements.txt
 	@$(PIP) --python $(NEWEST_BIN)/python install --no-compile $(TORCH) -r $(NEWEST_VENV)/requirements.txt
+	$(call COMPILE,$(NEWEST_BIN),trl.trainer.sft_trainer)
 	@touch $@
 
 # Strict: a broken link fails. The variable silences an advertisement.

@@ -219,7 +219,7 @@ def count_calls(stop_after: int | None, monkeypatch: pytest.MonkeyPatch) -> list
     return made
 
 
-@pytest.mark.parametrize("storage", ["same", "k4"])
+@pytest.mark.parametrize("storage", ["same", pytest.param("k4", marks=pytest.mark.full)])
 def test_killed_at_any_call_it_goes_on_to_the_same_bytes(
     base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
 ) -> None:
