@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from ktft.device import Device
 from ktft.lanes import passes, routes
 from ktft.lanes.gpu import steady as steady_lane
 from ktft.lanes.gpu.lane import GpuLane
-from ktft.lanes.gpu.steady import SteadyLane
+from ktft.lanes.gpu.steady import CutRows, Memory, SteadyLane, Told
 from ktft.lanes.steady_call import Steady, go_back
 from ktft.lora import ExpertLora
 from ktft.model.experts import KtftExperts
@@ -157,6 +158,23 @@ def test_what_is_not_steady(steady: list[str], monkeypatch: pytest.MonkeyPatch) 
     for _ in range(5):
         step(now_and_then)
     assert steady == ["forward", "backward"] * 2
+
+
+def test_what_a_pass_tells() -> None:
+    """Sums of large numbers overflow, but that is no bad value; other routings of the same counts differ."""
+    hidden, index = torch.full((4, HIDDEN), 3e38), torch.tensor([[2, 0], [0, 1], [2, 1], [0, 2]])
+    told = []
+    for bad, routing in ((None, index), (2, index.flip(1)), (0, index)):
+        if bad is not None:
+            hidden[bad, 7] = -torch.inf
+        memory = Memory(hidden, 2, 4)
+        memory.hidden.copy_(hidden)
+        memory.index.copy_(routing)
+        chunks: Any = [SimpleNamespace(experts=[3, 1]), SimpleNamespace(experts=[0, 2])]
+        memory.begin(CutRows(memory.arrange(chunks), 16))
+        told.append(Told.of(memory.told.tolist()))
+    assert [each[:3] for each in told] == [([3, 2, 3, 0], 0, -1), ([3, 2, 3, 0], 0, 2), ([3, 2, 3, 0], 0, 0)]
+    assert told[0].routing == told[2].routing != told[1].routing
 
 
 @pytest.mark.parametrize("bad", ["hidden", "index"])

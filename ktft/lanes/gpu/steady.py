@@ -80,7 +80,8 @@ class Memory:
         self.total = torch.zeros(hidden.shape, device=device)
         self.told = torch.zeros(experts + 3, dtype=torch.int64, device=device)
         self._numbers = torch.arange(tokens * top_k, device=device)
-        self._factors = (2 * self._numbers + 1) * _FACTOR
+        mixed = (self._numbers + 1) * _FACTOR
+        self._factors = (mixed ^ mixed >> 29) * _FACTOR | 1
         self._ones = torch.ones(tokens * top_k, dtype=torch.int32, device=device)
         self._chunks: dict[CutRows, list[_ChunkMemory]] = {}
         self._orders: dict[tuple[int, ...], Tensor] = {}
@@ -130,8 +131,7 @@ class Memory:
 
     def _tell(self, counts: Tensor) -> None:
         """`counts` are the numbers of rows of the experts in the order of the chunks."""
-        # If a token's sum is finite, all its values are
-        bad = ~self.hidden.sum(1, dtype=torch.float32).isfinite()
+        bad = (self.hidden - self.hidden).sum(1) != 0  # of NaN and Inf the difference is NaN, of all else 0
         first = (bad.to(torch.int32).argmax() + 1) * bad.any() - 1
         routing = (self.index.view(-1) * self._factors).sum()
         self.told.copy_(torch.cat((counts[self.order.long()], torch.stack((self.index.min(), first, routing)))))
