@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from contract import EXPERTS, make_layer, make_lora, random_inputs
+from given import RunPython
 from torch import Tensor
 
 from ktft import native
@@ -72,10 +70,9 @@ with torch.device("meta"):
 """
 
 
-def test_tensors_without_values_are_refused() -> None:
+def test_tensors_without_values_are_refused(fork_python: RunPython) -> None:
     """In a process of its own, since reading where there is no memory ends it."""
-    code = CALLS.format(tests=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=os.environ)
+    done = fork_python(CALLS.format(tests=str(Path(__file__).parent)))
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout.splitlines()
     assert said[-2:] == ["same", "same"]
