@@ -112,14 +112,14 @@ $(VENV)/.tools: pyproject.toml ci/requirements.py
 	@$(PIP) install -r $(VENV)/tools.txt
 	@touch $@
 
-# --no-compile: Python compiles what is imported, a fraction of what is installed. One process does that for all: tests
-# that start beside each other would each compile the same.
-COMPILE = @$(1)/python -c 'import $(2)' > /dev/null 2>&1 || true
+# --no-compile: Python compiles what is imported, a fraction of what is installed. These modules are imported once, each
+# in a process, before any test: tests that start beside each other would each compile the same.
+COMPILE = @for module in $(2); do $(1)/python -c "import $$module" > /dev/null 2>&1 & done; wait
 
 $(VENV)/.environment: $(VENV)/.tools $(shell find ci/stubs -name '*.toml' -o -name '*.py')
 	@$(BIN)/python ci/requirements.py $(EXTRAS) > $(VENV)/requirements.txt
 	@$(PIP) install --no-compile $(TORCH) $(STUBS) -r $(VENV)/requirements.txt
-	$(call COMPILE,$(BIN),llamafactory.train.tuner)
+	$(call COMPILE,$(BIN),llamafactory.train.tuner datasets scipy.stats)
 	@touch $@
 
 # One editable wheel for all environments. The build folder is kept, so only what changed in csrc is compiled again.

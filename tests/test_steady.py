@@ -27,7 +27,7 @@ from ktft.device import Device
 from ktft.lanes import passes, routes
 from ktft.lanes.gpu import steady as steady_lane
 from ktft.lanes.gpu.lane import GpuLane
-from ktft.lanes.gpu.steady import CutRows, Memory, SteadyLane, Told
+from ktft.lanes.gpu.steady import CutRows, Memory, PassReport, SteadyLane
 from ktft.lanes.steady_call import Steady, go_back
 from ktft.lora import ExpertLora
 from ktft.model.experts import KtftExperts
@@ -172,7 +172,7 @@ def test_what_a_pass_tells() -> None:
         memory.index.copy_(routing)
         chunks: Any = [SimpleNamespace(experts=[3, 1]), SimpleNamespace(experts=[0, 2])]
         memory.begin(CutRows(memory.arrange(chunks), 16))
-        told.append(Told.of(memory.told.tolist()))
+        told.append(PassReport.of(memory.told.tolist()))
     assert [each[:3] for each in told] == [([3, 2, 3, 0], 0, -1), ([3, 2, 3, 0], 0, 2), ([3, 2, 3, 0], 0, 0)]
     assert told[0].routing == told[2].routing != told[1].routing
 

@@ -20,7 +20,7 @@ from ktft.device import ACCELERATORS, device_of
 from ktft.lanes.gpu.crossing import Crossing
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.residents import TrainingResidents
-from ktft.lanes.gpu.steady import SteadyLane, Told
+from ktft.lanes.gpu.steady import PassReport, SteadyLane
 from ktft.lanes.kept import KeptOutputs
 from ktft.lanes.passes import Pass, Passes
 from ktft.lanes.routes import Routes
@@ -147,7 +147,7 @@ class DeviceLanes:
         self._residents = TrainingResidents(self.gpu, settings.gpu_expert_memory)
         self.links = True
         self._differences: Tensor | None = None
-        self._told: list[tuple[Tensor, Tensor, Callable[[Told], None]]] = []
+        self._told: list[tuple[Tensor, Tensor, Callable[[PassReport], None]]] = []
         self._owed: list[Future[list[Tensor]]] = []
         self._gradients = ThreadPoolExecutor(1, "ktft-gradients")
         self._mutex = threading.RLock()
@@ -292,8 +292,8 @@ class DeviceLanes:
         here = (first != again).sum()
         self._differences = here if self._differences is None else self._differences + here
 
-    def look_later(self, before: Tensor, now: Tensor, look: Callable[[Told], None]) -> None:
-        """Let `deliver` look at what makes the `Told` of a steady call's backward, and of the forward before."""
+    def look_later(self, before: Tensor, now: Tensor, look: Callable[[PassReport], None]) -> None:
+        """Let `deliver` look at what makes the `PassReport` of a steady call's backward, and of the forward before."""
         self._told.append((before, now, look))
 
     def deliver(self) -> None:
@@ -328,7 +328,7 @@ class DeviceLanes:
             return False
         pairs = [(before, now) for before, now, _ in told]
         numbers = iter(torch.cat([each for pair in pairs for each in pair]).tolist())
-        found = [[Told.of(list(itertools.islice(numbers, len(each)))) for each in pair] for pair in pairs]
+        found = [[PassReport.of(list(itertools.islice(numbers, len(each)))) for each in pair] for pair in pairs]
         for (_, now), (*_, look) in zip(reversed(found), reversed(told), strict=True):
             look(now)
         return any(before.routing != now.routing for before, now in found)

@@ -336,8 +336,8 @@ class _Call:
 
 @dataclass(frozen=True, eq=False)
 class SteadyKept:
-    """The output of a steady forward that will be asked for again, its version, what makes its `Told`, and the state of
-    adapters.
+    """The output of a steady forward that will be asked for again, its version, what makes its `PassReport`, and the
+    state of adapters.
     """
 
     out: Tensor

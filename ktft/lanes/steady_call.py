@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ktft import spans
-from ktft.lanes.gpu.steady import Told
+from ktft.lanes.gpu.steady import PassReport
 from ktft.lanes.lanes import DeviceLanes
 from ktft.lanes.record import Record
 from ktft.lanes.routes import wrong_expert
@@ -26,7 +26,7 @@ class SteadyCall:
 
     Attributes:
         number: of the decoder layer.
-        told: what makes the `Told` of the forward that made the output.
+        told: what makes the `PassReport` of the forward that made the output.
         out: the output; None once it was taken.
         room: makes memory for LoRA's gradients of these shapes.
         owes: LoRA's gradients do not go through autograd.
@@ -62,7 +62,7 @@ class SteadyCall:
         lora = [grad.to(each.dtype) for grad, each in zip(grads, parameters, strict=True)]
         return of_hidden, of_weights.to(weights.dtype), *lora
 
-    def _look(self, tokens: int, told: Told) -> None:
+    def _look(self, tokens: int, told: PassReport) -> None:
         """Check and count the routing."""
         if told.bad_token >= 0:
             raise ValueError(not_finite(self.layer.name, told.bad_token, tokens))

@@ -68,7 +68,7 @@ class Memory:
         index: `[T, k]` int64; weights: `[T, k]` fp32.
         order: `[E]` int16: each expert's place among those of all chunks.
         total, grad_weights: fp32 `[T, H]` and `[T, k]`: the sums that a pass makes.
-        told: `[E + 3]` int64, what the host asks of a pass, later: see `Told`.
+        told: `[E + 3]` int64, what the host asks of a pass, later: see `PassReport`.
     """
 
     def __init__(self, hidden: Tensor, top_k: int, experts: int) -> None:
@@ -137,7 +137,7 @@ class Memory:
         self.told.copy_(torch.cat((counts[self.order.long()], torch.stack((self.index.min(), first, routing)))))
 
 
-class Told(NamedTuple):
+class PassReport(NamedTuple):
     """What a pass tells the host. Nobody waits for it: it is looked at once a step.
 
     Attributes:
@@ -153,7 +153,7 @@ class Told(NamedTuple):
     routing: int
 
     @classmethod
-    def of(cls, found: list[int]) -> Told:
+    def of(cls, found: list[int]) -> PassReport:
         """From the numbers of `Memory.told`."""
         return cls(found[:-3], *found[-3:])
 
@@ -215,7 +215,8 @@ class SteadyLane:
     def forward(
         self, layer: ExpertLayer, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None
     ) -> tuple[Tensor, Tensor]:
-        """The layer's output `[T, H]`, in the dtype of `hidden`, and what makes a `Told`. Returns when work is queued.
+        """The layer's output `[T, H]`, in the dtype of `hidden`, and what makes a `PassReport`. Returns when the work is
+        queued.
 
         Args:
             hidden: `[T, H]` on the device; top_k_index: `[T, k]`; top_k_weights: `[T, k]` fp32.
@@ -245,8 +246,8 @@ class SteadyLane:
         lora: ExpertLora | None,
         lora_grads: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of hidden states, in their dtype, and of routing weights, fp32; and what makes a `Told`. LoRA's
-        gradients are complete, for all experts, when `GpuLane.finish` returns.
+        """The gradients of hidden states, in their dtype, and of routing weights, fp32; and what makes a `PassReport`.
+        LoRA's gradients are complete, for all experts, when `GpuLane.finish` returns.
 
         Args:
             layer, hidden, top_k_index, top_k_weights, lora: as in `forward`.
