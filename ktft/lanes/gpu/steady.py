@@ -215,8 +215,8 @@ class SteadyLane:
     def forward(
         self, layer: ExpertLayer, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None
     ) -> tuple[Tensor, Tensor]:
-        """The layer's output `[T, H]`, in the dtype of `hidden`, and what makes a `PassReport`. Returns when the work is
-        queued.
+        """The layer's output `[T, H]`, in the dtype of `hidden`, and what makes a `PassReport`. Returns when the work
+        is queued.
 
         Args:
             hidden: `[T, H]` on the device; top_k_index: `[T, k]`; top_k_weights: `[T, k]` fp32.
