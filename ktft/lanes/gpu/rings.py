@@ -157,12 +157,12 @@ class Ring:
 
     def fill(self, places: Sequence[RingPlace], rows: Sequence[int]) -> RingPlace:
         """Begin to copy these rows into the next buffer, as soon as the products no longer read it."""
-        there = (number for number in self._turns if self._buffers[number].holds(places, rows))
-        number = next(there, self._turns[0])
+        there = next((number for number in self._turns if self._buffers[number].holds(places, rows)), None)
+        number = self._turns[0] if there is None else there
         self._turns.remove(number)
         self._turns.append(number)
         place, buffer = places[number], self._buffers[number]
-        if buffer.holds(places, rows):
+        if there is not None:
             return place
         buffer.held = None
         buffer.free.wait(self._transfer.into)
