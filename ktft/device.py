@@ -213,6 +213,12 @@ class Device:
     def make_current(self) -> None:
         """Make it the calling thread's current device."""
 
+    def seeded_state(self, seed: int) -> Tensor:
+        """The state that `torch.manual_seed` gives to torch's generator for the device, which here stays as it is. That
+        function also asks each backend that is not in use, and takes milliseconds.
+        """
+        return torch.Generator(self.device).manual_seed(seed).get_state()
+
     def random_state(self) -> Tensor:
         """The state of torch's generator for the device."""
         return torch.get_rng_state()
@@ -395,10 +401,15 @@ class Cuda(Device):
         torch.cuda.set_device(self.indexed())
 
     def random_state(self) -> Tensor:
-        return torch.cuda.get_rng_state(self.indexed())
+        return self._generator.get_state()
 
     def set_random_state(self, state: Tensor) -> None:
-        torch.cuda.set_rng_state(state, self.indexed())
+        self._generator.set_state(state)
+
+    @property
+    def _generator(self) -> torch.Generator:
+        torch.cuda.init()  # it makes the generators
+        return torch.cuda.default_generators[self.indexed().index]
 
     def _free_and_limit(self) -> tuple[int, int]:
         """Bytes that the driver has left, and bytes that torch may hold in all.

@@ -13,7 +13,7 @@ from torch import Tensor
 from ktft.config import PROJECTIONS
 from ktft.lanes import passes
 from ktft.lanes.decide.costs import Rate, Rates
-from ktft.lanes.gpu.steady import CutRows, Memory
+from ktft.lanes.gpu.call_memory import CallMemory, CutRows
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, decode, place
 from ktft.lanes.ops.dropout import room_for_streams, write_streams
 from ktft.lanes.ops.interface import Operations
@@ -152,7 +152,7 @@ class _Experts(torch.autograd.Function):
 
 def steady_rows(x: Tensor, index: Tensor, chunks: list[list[int]], piece_rows: int) -> list[list[Piece]]:
     """What `lay_out` gives, as steady passes make it."""
-    memory = Memory(x, index.shape[1], sum(map(len, chunks)))
+    memory = CallMemory(x, index.shape[1], sum(map(len, chunks)))
     memory.index.copy_(index)
     sizes = memory.arrange([SimpleNamespace(experts=chunk) for chunk in chunks])  # type: ignore[misc]
     cut = CutRows(sizes, piece_rows)

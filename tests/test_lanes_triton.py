@@ -29,7 +29,7 @@ from ktft.dense.formats import layout
 from ktft.lanes.ops import torch_ops, triton_ops
 from ktft.lanes.ops.chunk import decode
 from ktft.lanes.ops.weights import ChunkWeights
-from ktft.lanes.routes import PIECE_ROWS
+from ktft.lanes.routes import PIECE_ROWS, ExpertPlaces
 from ktft.lora import ExpertLora
 from ktft.native.dense import pack_dense
 from ktft.swiglu import GELU_TANH, RELU2, Swiglu, clamped_after
@@ -99,6 +99,45 @@ def test_rows_that_only_the_device_knows(rows: tuple[int, ...], piece_rows: int)
     layer = make_layer(160, 32, "k4", native.default_isa())
     lane = Lane(DEVICE, triton_ops, chunk=3, steady=True, piece_rows=piece_rows)
     assert_contract(compare(layer, make_lora(160, 32, 8, torch.float32), *inputs_for(rows, 160), forward=lane))
+
+
+@pytest.mark.parametrize(("experts", "sizes"), [(5, (3, 2)), (130, (44, 43, 43)), (1, (1,))])
+@pytest.mark.parametrize("piece_rows", [40, 5000])
+def test_sort_routes(experts: int, sizes: tuple[int, ...], piece_rows: int) -> None:
+    """More routes than one block has, experts without any, some that do not exist, and values that are not finite."""
+    tokens, top_k, random = 700, 3, torch.Generator().manual_seed(experts)
+    index = torch.randint(max(1, experts // 2), experts + 1, (tokens, top_k), generator=random)
+    hidden, order = torch.full((tokens, 1500), 3e38), torch.randperm(experts, generator=random)
+    factors = torch.randint(2**62, (tokens * top_k,), generator=random)
+    chunk_of = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    firsts, pieces = torch.tensor([0, *sizes]).cumsum(0), -(-tokens * top_k // piece_rows)
+    for stray, bad in ((None, None), (-7, 690), (experts + 2, 0)):
+        index = index.clamp(0, experts - 1) if stray is None else index.index_fill(0, torch.tensor(5), stray)
+        if bad is not None:
+            hidden[bad, 1400] = torch.nan if bad else -torch.inf
+        found = []
+        for ops in (torch_ops, triton_ops):
+            places = ExpertPlaces(
+                order.to(torch.int16).to(DEVICE),
+                *(each.to(torch.int32).to(DEVICE) for each in (order.argsort(), chunk_of, firsts)),
+                sizes,
+            )
+            ends = torch.full((pieces * experts,), -1, dtype=torch.int32, device=DEVICE)
+            row_route, route_row = (
+                torch.zeros(len(sizes), tokens * top_k, dtype=torch.int32, device=DEVICE) for _ in range(2)
+            )
+            told = torch.zeros(experts + 3, dtype=torch.int64, device=DEVICE)
+            given = index.to(DEVICE), factors.to(DEVICE), places, piece_rows
+            ops.sort_routes(*given, ends, row_route, route_row, told)
+            ops.find_bad(hidden.to(DEVICE), told)
+            rows = [int(counts.sum()) for counts in told[:experts][places.expert_of.long()].split(sizes)]
+            routes = torch.cat([own[:count] for own, count in zip(row_route, rows, strict=True)])
+            found.append([each.cpu() for each in (ends, routes, route_row, told)])
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        assert found[0][-1][[-3, -1]].tolist() == [stray or 0, -1 if bad is None else bad]
+        assert torch.equal(
+            found[0][-1][:experts], torch.bincount(index[(index >= 0) & (index < experts)], minlength=experts)
+        )
 
 
 @pytest.mark.parametrize("steady", [False, True])

@@ -26,8 +26,9 @@ from ktft.config import EXPERT_LORA
 from ktft.device import Device
 from ktft.lanes import passes, routes
 from ktft.lanes.gpu import steady as steady_lane
+from ktft.lanes.gpu.call_memory import CallMemory, CutRows, PassReport, call_bytes
 from ktft.lanes.gpu.lane import GpuLane
-from ktft.lanes.gpu.steady import CutRows, Memory, PassReport, SteadyLane
+from ktft.lanes.gpu.steady import SteadyLane
 from ktft.lanes.steady_call import Steady, go_back
 from ktft.lora import ExpertLora
 from ktft.model.experts import KtftExperts
@@ -124,7 +125,7 @@ def test_too_many_pieces_or_bytes(monkeypatch: pytest.MonkeyPatch, limit: str) -
     x = torch.zeros(100, HIDDEN)
     for spare, expected in ((-1, False), (0, True)):
         gpu = GpuLane("cpu")
-        lane, memory = SteadyLane(gpu), steady_lane.call_bytes(100, 2, HIDDEN, 4)
+        lane, memory = SteadyLane(gpu), call_bytes(100, 2, HIDDEN, 4)
         if limit == "free":
             monkeypatch.setattr(Device, "free_bytes", lambda _, free=2 * memory + spare: (free, free))
         else:
@@ -167,17 +168,19 @@ def test_what_a_pass_tells() -> None:
     for bad, routing in ((None, index), (2, index.flip(1)), (0, index)):
         if bad is not None:
             hidden[bad, 7] = -torch.inf
-        memory = Memory(hidden, 2, 4)
+        memory = CallMemory(hidden, 2, 4)
         memory.hidden.copy_(hidden)
         memory.index.copy_(routing)
         chunks: Any = [SimpleNamespace(experts=[3, 1]), SimpleNamespace(experts=[0, 2])]
         memory.begin(CutRows(memory.arrange(chunks), 16))
         told.append(PassReport.of(memory.told.tolist()))
-    assert [each[:3] for each in told] == [([3, 2, 3, 0], 0, -1), ([3, 2, 3, 0], 0, 2), ([3, 2, 3, 0], 0, 0)]
+    assert [(each.counts, each.stray, each.bad_token) for each in told] == [
+        ([3, 2, 3, 0], 0, bad) for bad in (-1, 2, 0)
+    ]
     assert told[0].routing == told[2].routing != told[1].routing
 
 
-@pytest.mark.parametrize("bad", ["hidden", "index"])
+@pytest.mark.parametrize("bad", ["hidden", "low", "high"])
 def test_bad_values_are_found_when_the_step_is_over(
     steady: list[str], monkeypatch: pytest.MonkeyPatch, bad: str
 ) -> None:
@@ -189,14 +192,15 @@ def test_bad_values_are_found_when_the_step_is_over(
         if bad == "hidden":
             x[3:, 1] = torch.nan
         else:
-            index[0, 0] = -1
+            index[0, 0] = -1 if bad == "low" else len(USED)
     link = object()
     with torch.no_grad():
         experts._all_experts(x, index, weights, None, None, link)
     experts._all_experts(x, index, weights, None, None, link).float().sum().backward()
     assert steady == ["forward", "backward"]
     assert experts.laned is not None and experts.laned.lanes.running is not None
-    message = {"hidden": "hold NaN or Inf \\(token 3 of", "index": "routed to expert -1, but"}[bad]
+    stray = "routed to expert {}, but".format
+    message = {"hidden": "hold NaN or Inf \\(token 3 of", "low": stray(-1), "high": stray(len(USED))}[bad]
     with pytest.raises(ValueError, match=message):
         experts.laned.lanes.running.deliver()
     experts.laned.lanes.running.deliver()  # which has nothing more to look at

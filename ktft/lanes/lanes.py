@@ -17,10 +17,11 @@ from torch import Tensor
 from ktft import spans
 from ktft.config import Settings
 from ktft.device import ACCELERATORS, device_of
+from ktft.lanes.gpu.call_memory import PassReport
 from ktft.lanes.gpu.crossing import Crossing
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.residents import TrainingResidents
-from ktft.lanes.gpu.steady import PassReport, SteadyLane
+from ktft.lanes.gpu.steady import SteadyLane
 from ktft.lanes.kept import KeptOutputs
 from ktft.lanes.passes import Pass, Passes
 from ktft.lanes.routes import Routes

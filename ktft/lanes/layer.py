@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import itertools
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
@@ -350,9 +352,20 @@ def _room(lanes: DeviceLanes, shapes: list[torch.Size]) -> list[Tensor]:
     """Make fp32 tensors in one piece of pinned memory, each aligned like a separate tensor."""
     if not shapes:
         return []
+    size, places = _places(tuple(shapes))
+    memory = lanes.crossing.pinned((size,), torch.float32)
+    return [memory.as_strided(*place) for place in places]
+
+
+@functools.lru_cache
+def _places(shapes: tuple[torch.Size, ...]) -> tuple[int, list[tuple[torch.Size, tuple[int, ...], int]]]:
+    """The elements that contiguous tensors of these shapes take in one piece; and the shape of each, its strides and
+    where it begins.
+    """
     sizes = [-(-shape.numel() // _ALIGNED) * _ALIGNED for shape in shapes]
-    parts = lanes.crossing.pinned((sum(sizes),), torch.float32).split(sizes)
-    return [part[: shape.numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    strides = [torch.empty(shape, device="meta").stride() for shape in shapes]
+    begins = itertools.accumulate(sizes, initial=0)
+    return sum(sizes), list(zip(shapes, strides, begins, strict=False))
 
 
 @contextlib.contextmanager

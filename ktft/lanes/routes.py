@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -68,6 +69,24 @@ class Piece:
         """For each expert with rows its place in the chunk, and the slice of its rows. It may wait for the device."""
         ends = self.ends.tolist() if self.counts is None else list(itertools.accumulate(self.counts))
         return [(g, slice(begin, end)) for g, (begin, end) in enumerate(itertools.pairwise([0, *ends])) if begin < end]
+
+
+class ExpertPlaces(NamedTuple):
+    """The order of a layer's experts in its chunks, C in number. Tensors are on the device.
+
+    Attributes:
+        of_expert: int16 `[E]`: each expert's place.
+        expert_of: int32 `[E]`: the expert of each place.
+        chunk_of: int32 `[E]`: the chunk of each place.
+        firsts: int32 `[C + 1]`: each chunk's first place, and E.
+        sizes: the number of each chunk's experts.
+    """
+
+    of_expert: Tensor
+    expert_of: Tensor
+    chunk_of: Tensor
+    firsts: Tensor
+    sizes: tuple[int, ...]
 
 
 ChunkRows = list[Piece]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ktft import spans
-from ktft.lanes.gpu.steady import PassReport
+from ktft.lanes.gpu.call_memory import PassReport
 from ktft.lanes.lanes import DeviceLanes
 from ktft.lanes.record import Record
 from ktft.lanes.routes import wrong_expert
@@ -66,8 +66,8 @@ class SteadyCall:
         """Check and count the routing."""
         if told.bad_token >= 0:
             raise ValueError(not_finite(self.layer.name, told.bad_token, tokens))
-        if told.lowest < 0:
-            raise ValueError(wrong_expert(self.layer, told.lowest))
+        if told.stray:
+            raise ValueError(wrong_expert(self.layer, told.stray))
         self.lanes.observe(self.layer, told.counts)
         if self.record is not None:
             self.record.add(told.counts, tokens)

@@ -188,10 +188,13 @@ class Lockstep:
             device.set_random_state(own)
 
     @contextlib.contextmanager
-    def random_numbers(self, state: RandomState) -> Iterator[None]:
-        """A block that begins with these random numbers, and leaves those outside as they were."""
+    def random_numbers(self, state: RandomState | None = None) -> Iterator[None]:
+        """A block that begins with these random numbers, or else with the present ones, and leaves those outside as
+        they were.
+        """
         before = self.random_state()
-        self.set_random_state(state)
+        if state is not None:
+            self.set_random_state(state)
         try:
             yield
         finally:
@@ -214,12 +217,8 @@ class Lockstep:
 
     def seeded(self, count: int) -> list[RandomState]:
         """States for as many callables, seeded by numbers that are drawn now."""
-        seeds, before, states = torch.randint(2**62, (count,), device="cpu").tolist(), self.random_state(), []
-        for seed in seeds:
-            torch.manual_seed(seed)
-            states.append(self.random_state())
-        self.set_random_state(before)
-        return states
+        seeds = torch.randint(2**62, (count,), device="cpu").tolist()
+        return [tuple(device.seeded_state(seed) for device in self._devices) for seed in seeds]
 
     def run(self, works: Sequence[Callable[[], Result]], states: Sequence[RandomState]) -> list[Result]:
         """Run them all, and return what they return. `states` are the random numbers that they begin with.

@@ -16,9 +16,10 @@ import torch
 
 from ktft import config, native
 from ktft.lanes.gpu.buffers import chunking
+from ktft.lanes.gpu.call_memory import call_bytes
 from ktft.lanes.gpu.lane import CHUNK_BYTES
 from ktft.lanes.gpu.rings import LEAST_BUFFERS
-from ktft.lanes.gpu.steady import EMPTY_PIECES, SIZES_BYTES, call_bytes, empty_pieces
+from ktft.lanes.gpu.steady import EMPTY_PIECES, SIZES_BYTES, empty_pieces
 from ktft.model import lazy_logits
 from ktft.model.dense_memory import PLAIN_ON_GPU, DenseChoice, dense_memory
 from ktft.model.shape import ModelShape, MoeShape

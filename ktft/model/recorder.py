@@ -135,7 +135,7 @@ class LayerRecorder:
         """What `make` records; None if it cannot be recorded, now or before."""
         if key in self._refused:
             return None
-        with self.lockstep.random_numbers(self.lockstep.random_state()):
+        with self.lockstep.random_numbers():
             try:
                 return make()
             except (RuntimeError, Unlike) as error:

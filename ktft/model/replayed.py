@@ -180,7 +180,7 @@ class ReplayedLayer:
 
     def first(self) -> None:
         """Run the first pass of all."""
-        with self._lockstep.random_numbers(self._lockstep.random_state()), torch.no_grad():
+        with self._lockstep.random_numbers(), torch.no_grad():
             with self._span():
                 for call in self._calls:
                     call.begin(call.recording.first.graphs)
@@ -195,7 +195,7 @@ class ReplayedLayer:
 
     def backward(self) -> None:
         """Run the second pass of all, for which `ReplayedCall.find_second` found recordings, and the way back."""
-        with self._lockstep.random_numbers(self._lockstep.random_state()):
+        with self._lockstep.random_numbers():
             seconds = [call.second for call in self._calls if call.second is not None]
             parts = [second.asked for second in seconds]
             with self._span():
@@ -240,8 +240,8 @@ class ReplayedLayer:
         answers = [part.answer for part in parts if part.answer is not None]
         assert self._weights.entry is not None and len(answers) == len(parts)
         args, kwargs = _pytree.tree_unflatten(leaves, parts[0].spec)
-        link, numbers = tuple(call.link for call in self._calls), self._calls[0].before
-        with self._lockstep.standing_for(link), self._lockstep.random_numbers(numbers):
+        self._lockstep.set_random_state(self._calls[0].before)
+        with self._lockstep.standing_for(tuple(call.link for call in self._calls)):
             out: Tensor = self._weights.entry(*args, **kwargs)
         if out.shape != (sum(rows), *answers[0].shape[1:]) or out.dtype != answers[0].dtype:
             raise TypeError(f"routed experts gave {out.dtype} {list(out.shape)}, where their hidden states are "
@@ -289,7 +289,8 @@ def _add_grads(tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> lis
     more = [(tensor.grad, grad) for tensor, grad in pairs if tensor.grad is not None]
     if more:
         torch._foreach_add_(*map(list, zip(*more, strict=True)))
-    for tensor, grad in pairs:
-        if tensor.grad is None:
-            tensor.grad = grad.clone()
+    if first := [(tensor, grad) for tensor, grad in pairs if tensor.grad is None]:
+        copies = torch._foreach_mul([grad for _, grad in first], 1)  # copies, made by one kernel
+        for (tensor, _), grad in zip(first, copies, strict=True):
+            tensor.grad = grad
     return [tensor for tensor, _ in pairs]

@@ -389,8 +389,8 @@ class GpuLane:
                 raise ValueError(
                     f"{layer.name}: LoRA's gradients must be contiguous fp32 CPU tensors, got {grad.dtype}"
                 )
-            if not self.transfer.locks.tensor(grad):
-                raise ValueError(f"{layer.name}: LoRA's gradients must be pinned: torch.empty(..., pin_memory=True)")
+        if not self.transfer.locks.tensors(lora_grads):
+            raise ValueError(f"{layer.name}: LoRA's gradients must be pinned: torch.empty(..., pin_memory=True)")
 
     @contextlib.contextmanager
     def using(self, layer: ExpertLayer, work: str) -> Iterator[None]:

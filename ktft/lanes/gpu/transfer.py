@@ -102,12 +102,23 @@ class Locks:
         return self._lock(layer, [(s.address, s.expert_bytes * layer.num_experts) for s in layer.slices()])
 
     def tensor(self, tensor: Tensor) -> bool:
-        """Lock a CPU tensor's storage, unless torch did; returns whether it is."""
-        key = (tensor.data_ptr(), tensor.nbytes)
-        held = self._held.get(key)
-        if held is None and self._transfer.driver and tensor.is_pinned():
-            held = True  # not noted: it may be freed, and other memory take its place
-        return self._lock(tensor.untyped_storage(), [key]) if held is None else held
+        """Lock a CPU tensor's memory, unless torch did; returns whether it is locked."""
+        return self.tensors([tensor])
+
+    def tensors(self, tensors: Sequence[Tensor]) -> bool:
+        """The same for several."""
+        pinned: set[int] = set()  # storages: to ask the driver about each of their tensors takes time
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if (where := storage.data_ptr()) in pinned:
+                continue
+            key = (tensor.data_ptr(), tensor.nbytes)
+            held = self._held.get(key)
+            if held is None and self._transfer.driver and tensor.is_pinned():
+                pinned.add(where)  # not noted for later: it may be freed, and other memory take its place
+            elif not (self._lock(storage, [key]) if held is None else held):
+                return False
+        return True
 
     def _lock(self, owner: object, places: list[tuple[int, int]]) -> bool:
         if self._transfer.driver is None:

@@ -15,7 +15,7 @@ from ktft import config
 from ktft.device import device_of
 from ktft.lanes.ops.dropout import Dropout
 from ktft.lanes.ops.weights import Adapters, ChunkMatrix
-from ktft.lanes.routes import Piece
+from ktft.lanes.routes import ExpertPlaces, Piece
 from ktft.native.packed import PackedMatrix
 from ktft.swiglu import Swiglu
 
@@ -111,6 +111,34 @@ class Operations(Protocol):
 
     def combine(self, y: Tensor, scale: Tensor | None, piece: Piece, weights: Tensor | None, out: Tensor) -> None:
         """out fp32 `[T, N]` += scale · rows of y `[n, N+]` at their tokens, times weights `[T, k]` if given."""
+
+    def sort_routes(
+        self,
+        index: Tensor,
+        factors: Tensor,
+        places: ExpertPlaces,
+        piece_rows: int,
+        ends: Tensor,
+        row_route: Tensor,
+        route_row: Tensor,
+        told: Tensor,
+    ) -> None:
+        """Sort the R routes of index, int64 `[T, k]`, by the places of their experts, for each of C chunks in P pieces
+        that have room for all routes. Routes to experts that do not exist are left out.
+
+        A row's number counts from its chunk's first row. Of int32 memory, ends `[P * E]` has `[P, G]` for each chunk of
+        G experts: where the rows of each end in each piece of `piece_rows`; row_route `[C, R]` has the route of each
+        row, and any route behind the last row; route_row `[C, R]` has the row of each route, R for those of other
+        chunks.
+
+        told, int64 `[E + 3]`: each expert's number of rows; the number of an expert that does not exist but has a
+        route, 0 if there is none; the sum of expert * factors int64 `[R]`; and -1.
+        """
+
+    def find_bad(self, hidden: Tensor, told: Tensor) -> None:
+        """The last element of told, which is -1, becomes the number of the first row of hidden `[T, H]` that holds NaN
+        or Inf, if there is one.
+        """
 
 
 @functools.cache

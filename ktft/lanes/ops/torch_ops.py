@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ktft.lanes.ops.dropout import Dropout, stays
 from ktft.lanes.ops.weights import PLACES, Adapters, ChunkMatrix
-from ktft.lanes.routes import Piece
+from ktft.lanes.routes import ExpertPlaces, Piece
 from ktft.native.packed import CODE_BYTES, GROUP, PACKED_FORMATS, ROW_BYTES, SCALE_BLOCK, TILE_ROWS, PackedMatrix
 from ktft.swiglu import Swiglu
 
@@ -262,3 +263,38 @@ def combine(y: Tensor, scale: Tensor | None, piece: Piece, weights: Tensor | Non
     for slot in range(piece.top_k):
         added = torch.where(here[:, slot, None], y[rows[:, slot]], 0).float()
         out += added if weights is None else added * weights[:, slot, None]
+
+
+def sort_routes(
+    index: Tensor, factors: Tensor, places: ExpertPlaces, piece_rows: int, ends: Tensor,
+    row_route: Tensor, route_row: Tensor, told: Tensor,
+) -> None:  # fmt: skip
+    flat, experts, rows = index.view(-1), len(places.of_expert), index.numel()
+    numbers = torch.arange(rows, device=index.device)
+    exists = (flat >= 0) & (flat < experts)
+    place = torch.where(exists, places.of_expert[flat.clamp(0, experts - 1)], experts)
+    by_row = torch.sort(place, stable=True).indices
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=index.device).scatter_add_(
+        0, place.long(), torch.ones_like(numbers)
+    )
+    last = counts[:-1].cumsum(0)
+    row_of = torch.empty_like(by_row).scatter_(0, by_row, numbers)
+    pieces = ends.numel() // experts
+    begins = torch.arange(0, pieces * piece_rows, piece_rows, device=index.device)[:, None]
+    before = torch.zeros_like(last[0])
+    for chunk, (first, end) in enumerate(itertools.pairwise(itertools.accumulate(places.sizes, initial=0))):
+        own = last[first:end] - before
+        ends[pieces * first : pieces * end].copy_((own - begins).clamp(0, piece_rows).view(-1))
+        row_route[chunk].copy_(by_row[(numbers + before).clamp(max=rows - 1)])
+        here = (row_of >= before) & (row_of < last[end - 1])
+        route_row[chunk].copy_(torch.where(here, row_of - before, rows))
+        before = last[end - 1]
+    low, high = flat.min(), flat.max()
+    stray = torch.where(low < 0, low, torch.where(high < experts, 0, high))
+    told[places.expert_of.long()] = counts[:-1]
+    told[experts:].copy_(torch.stack((stray, (flat * factors).sum(), torch.full_like(stray, -1))))
+
+
+def find_bad(hidden: Tensor, told: Tensor) -> None:
+    bad = (hidden - hidden).sum(1) != 0  # of NaN and Inf the difference is NaN, of all else 0
+    told[-1].copy_((bad.to(torch.int32).argmax() + 1) * bad.any() - 1)

@@ -1,0 +1,97 @@
+"""Routes sorted by expert, and what the host asks of them, in two Triton kernels."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ktft.lanes.ops.triton_launch import power_of_2, short
+from ktft.lanes.routes import ExpertPlaces
+
+BLOCK, COLS = 2048, 1024
+
+
+@short
+@triton.jit(do_not_specialize=("routes", "experts", "pieces", "piece_rows"))
+def _sort(
+    index, factors, order, experts_of, chunk_of, firsts, ends, row_route, route_row, told, routes, experts, pieces,
+    piece_rows, BLOCK: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """One program for each place of an expert. All of them read all routes, so none waits for another."""
+    place = tl.program_id(0)
+    chunk = tl.load(chunk_of + place)
+    first, end = tl.load(firsts + chunk), tl.load(firsts + chunk + 1)
+    before, own = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, routes, BLOCK):
+        route = begin + tl.arange(0, BLOCK)
+        expert = tl.load(index + route, mask=route < routes, other=-1)
+        exists = (expert >= 0) & (expert < experts)
+        at = tl.load(order + expert, mask=exists, other=0x7FFF).to(tl.int32)
+        before += ((at >= first) & (at < place)).to(tl.int32)
+        own += (at == place).to(tl.int32)
+    row, count = tl.sum(before, 0), tl.sum(own, 0)
+    tl.store(told + tl.load(experts_of + place), count.to(tl.int64))
+    piece = tl.arange(0, PIECES)
+    within = tl.minimum(tl.maximum(row + count - piece * piece_rows, 0), piece_rows)
+    tl.store(ends + pieces * first + piece * (end - first) + place - first, within, mask=piece < pieces)
+    row_route += chunk.to(tl.int64) * routes
+    route_row += chunk.to(tl.int64) * routes
+    for begin in range(0, routes, BLOCK):
+        route = begin + tl.arange(0, BLOCK)
+        expert = tl.load(index + route, mask=route < routes, other=-1)
+        exists = (expert >= 0) & (expert < experts)
+        at = tl.load(order + expert, mask=exists, other=0x7FFF).to(tl.int32)
+        mine = at == place
+        number = row + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(row_route + number, route, mask=mine)
+        tl.store(route_row + route, number, mask=mine)
+        row += tl.sum(mine.to(tl.int32), 0)
+    if place == 0:
+        lowest, highest = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
+        total = tl.zeros((BLOCK,), tl.int64)
+        for begin in range(0, routes, BLOCK):
+            route = begin + tl.arange(0, BLOCK)
+            expert = tl.load(index + route, mask=route < routes, other=0)
+            lowest, highest = tl.minimum(lowest, expert), tl.maximum(highest, expert)
+            total += expert * tl.load(factors + route, mask=route < routes, other=0)
+        least, most = tl.min(lowest, 0), tl.max(highest, 0)
+        tl.store(told + experts, tl.where(least < 0, least, tl.where(most < experts, 0, most)))
+        tl.store(told + experts + 1, tl.sum(total, 0))
+        tl.store(told + experts + 2, -1)
+
+
+@short
+@triton.jit
+def _find_bad(hidden, told, cols, COLS: tl.constexpr):
+    token = tl.program_id(0)
+    bad = tl.zeros((COLS,), tl.int32)
+    for begin in range(0, cols, COLS):
+        col = begin + tl.arange(0, COLS)
+        value = tl.load(hidden + token.to(tl.int64) * cols + col, mask=col < cols, other=0).to(tl.float32)
+        bad |= (value - value != 0).to(tl.int32)  # of NaN and Inf the difference is NaN, of all else 0
+    if tl.max(bad, 0) > 0:  # as an unsigned number, -1 is the largest
+        tl.atomic_min(told.to(tl.pointer_type(tl.uint64), bitcast=True), token.to(tl.uint64))
+
+
+def sort_routes(
+    index: Tensor,
+    factors: Tensor,
+    places: ExpertPlaces,
+    piece_rows: int,
+    ends: Tensor,
+    row_route: Tensor,
+    route_row: Tensor,
+    told: Tensor,
+) -> None:
+    routes, experts = index.numel(), len(places.of_expert)
+    pieces = ends.numel() // experts
+    route_row.fill_(routes)
+    _sort[(experts,)](
+        index, factors, *places[:4], ends, row_route, route_row, told, routes, experts, pieces, piece_rows,
+        BLOCK=BLOCK, PIECES=power_of_2(pieces), num_warps=8,
+    )  # fmt: skip
+
+
+def find_bad(hidden: Tensor, told: Tensor) -> None:
+    _find_bad[(len(hidden),)](hidden, told[-1:], hidden.shape[1], COLS=COLS)
