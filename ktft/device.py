@@ -213,12 +213,6 @@ class Device:
     def make_current(self) -> None:
         """Make it the calling thread's current device."""
 
-    def seeded_state(self, seed: int) -> Tensor:
-        """The state that `torch.manual_seed` gives to torch's generator for the device, which here stays as it is. That
-        function also asks each backend that is not in use, and takes milliseconds.
-        """
-        return torch.Generator(self.device).manual_seed(seed).get_state()
-
     def random_state(self) -> Tensor:
         """The state of torch's generator for the device."""
         return torch.get_rng_state()

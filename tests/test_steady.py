@@ -28,6 +28,7 @@ from ktft.lanes import passes, routes
 from ktft.lanes.gpu import steady as steady_lane
 from ktft.lanes.gpu.call_memory import CallMemory, CutRows, PassReport, call_bytes
 from ktft.lanes.gpu.lane import GpuLane
+from ktft.lanes.gpu.residents import STEPS
 from ktft.lanes.gpu.steady import SteadyLane
 from ktft.lanes.steady_call import Steady, go_back
 from ktft.lora import ExpertLora
@@ -115,6 +116,33 @@ def test_several_pieces(steady: list[str], monkeypatch: pytest.MonkeyPatch) -> N
     warm(experts, ROWS)
     compare(experts, checkpointed(experts))
     assert steady == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("resident", [3, 5])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_residents(steady: list[str], monkeypatch: pytest.MonkeyPatch, resident: int, dropout: float) -> None:
+    """If all of a layer's experts stay on the GPU, its chunks, of 3 and 2 experts, are queued as one."""
+    monkeypatch.setattr(passes, "_alike", lambda *_: True)
+    at_once: list[int] = []
+    original = GpuLane.at_once
+
+    def counting(self: GpuLane, layer: Any, chunks: Any, lora: Any) -> Any:
+        at_once.append(len(chunks))
+        return original(self, layer, chunks, lora)
+
+    monkeypatch.setattr(GpuLane, "at_once", counting)
+    memory = make_experts("k4").layer.packed_bytes * resident // 5
+    experts = make_experts("k4", placement="stream", gpu_expert_memory=memory)
+    assert experts.laned is not None
+    for _ in range(STEPS):
+        warm(experts)
+        experts.laned.lanes.end_step()
+    oracle: dict[str, Any] = {"oracle": dropout_oracle, "dropout": dropout, "seed": 7} if dropout else {}
+    for _ in range(2):  # the first one of its size and dtype is not steady
+        del steady[:], at_once[:]
+        compare(experts, checkpointed(experts), torch.float32, **oracle)
+    assert steady == ["forward", "backward"]
+    assert at_once == ([2, 2] if resident == 5 else [])
 
 
 @pytest.mark.parametrize("limit", ["EMPTY_PIECES", "SIZES_BYTES", "free"])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ktft import config, native
-from ktft.lanes.gpu.buffers import chunking
+from ktft.lanes.gpu.buffers import ADAPTER_BUFFERS, chunking
 from ktft.lanes.gpu.call_memory import call_bytes
 from ktft.lanes.gpu.lane import CHUNK_BYTES
 from ktft.lanes.gpu.rings import LEAST_BUFFERS
@@ -398,12 +398,12 @@ def lane_bytes(shape: ModelShape, work: Workload, packed_bytes: int) -> dict[str
 
 def lane_chunk(moe: MoeShape, lora: int, packed: float, *, residents: bool) -> tuple[int, int]:
     """How many experts the GPU lane decodes at once, and the bytes of its buffers for each of them, by the rule of
-    `ktft.lanes.gpu.buffers`: packed copies of `packed` bytes per parameter, one more if there are residents, two copies
-    of its share of `lora` parameters, and one decoded copy.
+    `ktft.lanes.gpu.buffers`: packed copies of `packed` bytes per parameter, one more if there are residents, some
+    copies of its share of `lora` parameters, and one decoded copy.
     """
     parameters = moe.parameters / moe.num_experts
     copy = int(parameters * packed)
-    one = int(2 * copy + parameters * _DECODED + 2 * lora * FP32 / moe.num_experts)
+    one = int(2 * copy + parameters * _DECODED + ADAPTER_BUFFERS * lora * FP32 / moe.num_experts)
     experts, count = chunking(moe.num_experts, copy, one, CHUNK_BYTES, config.LANE_BYTES)
     return experts, one + (count - LEAST_BUFFERS + residents) * copy
 

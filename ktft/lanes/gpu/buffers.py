@@ -19,6 +19,8 @@ from ktft.native.packed import PackedSlice
 META = torch.device("meta")
 LEAST_CHUNKS = 2
 """The fewest chunks of a layer with all its experts: with one chunk, its products could not overlap its copy."""
+ADAPTER_BUFFERS = 2 * LEAST_CHUNKS
+"""How many buffers LoRA tensors take turns in: those of a layer that is queued at once, and of the next one."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,11 @@ def laid_over(weights: ChunkWeights, memory: Tensor) -> ChunkWeights:
 
 
 class Buffers:
-    """A lane's buffers: some for packed bytes, two for LoRA tensors (`adapters`), one for decoded weights. `GpuLane`
+    """A lane's buffers: some for packed bytes, some for LoRA tensors (`adapters`), one for decoded weights. `GpuLane`
     explains `chunk_bytes` and `limit`.
 
     Attributes:
-        slots: int32, for the blocks of a chunk's residents; recorded kernels read it.
+        slots: int32, for the blocks of a layer's residents; recorded kernels read it.
     """
 
     def __init__(self, transfer: Transfer, chunk_bytes: int, limit: int) -> None:
@@ -141,14 +143,15 @@ class Buffers:
         blocks = [Source(part.address, (part.expert_bytes,), torch.uint8, locked) for part in slices]
         adapters = [Source(t.data_ptr(), tuple(t.shape[1:]), t.dtype, locks.tensor(t)) for t in parameters]
 
-        one = LEAST_BUFFERS * (row_bytes(blocks) + row_bytes(adapters))
+        one = LEAST_BUFFERS * row_bytes(blocks) + ADAPTER_BUFFERS * row_bytes(adapters)
         one += decoded_bytes(ChunkWeights.empty(layer, 1, lora, META))
         capacity, count = chunking(layer.num_experts, row_bytes(blocks), one, self.chunk_bytes, self.limit)
         weights = ChunkWeights.empty(layer, capacity, lora, META)
         parts = [(part.begin, part.expert_bytes, *part.matrices.values()) for part in slices]
         rows = [(source.shape, source.dtype) for source in adapters]
         ranks = [*weights.gate_up.places.items(), *weights.down.places.items()]
-        if self._reserve(Ring.size(blocks, capacity), count, Ring.size(adapters, capacity), capacity, weights):
+        size = Ring.size(adapters, capacity)
+        if self._reserve(Ring.size(blocks, capacity), count, size, layer.num_experts, weights):
             self._layouts.clear()
         weights = laid_over(weights, self._decoded)
         return ChunkLayout(
@@ -163,7 +166,7 @@ class Buffers:
 
     def _reserve(self, packed: int, count: int, adapters: int, slots: int, weights: ChunkWeights) -> bool:
         """Make all buffers large enough; returns whether any of them moved."""
-        moved = [self.packed.reserve(packed, count), self.adapters.reserve(adapters)]
+        moved = [self.packed.reserve(packed, count), self.adapters.reserve(adapters, ADAPTER_BUFFERS)]
         if slots > len(self.slots):
             self.slots = self.slots.new_empty(slots)
             moved.append(True)

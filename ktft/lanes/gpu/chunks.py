@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from ktft.config import PROJECTIONS
 from ktft.lanes.gpu.buffers import ChunkLayout
 from ktft.lanes.gpu.graphs import Recorded
 from ktft.lanes.gpu.rings import RingPlace
+from ktft.lanes.ops.chunk import place
 from ktft.lanes.ops.weights import ChunkWeights
-from ktft.lora import ExpertLora
+from ktft.lora import ExpertLora, LoraPair
 from ktft.native import ExpertLayer
 
 
@@ -39,6 +42,7 @@ class Chunk:
         slots: int32 on the device, their blocks among the residents; None if they are streamed.
         packed: where their packed bytes are copied to, once that has begun; None for residents.
         adapters: likewise their LoRA.
+        steady: whether the layer is always cut like this.
     """
 
     layout: ChunkLayout
@@ -46,6 +50,7 @@ class Chunk:
     slots: Tensor | None = None
     packed: RingPlace | None = None
     adapters: RingPlace | None = None
+    steady: bool = False
 
 
 def cut(layout: ChunkLayout, experts: Sequence[int]) -> Iterator[Chunk]:
@@ -63,11 +68,23 @@ class Kernels(NamedTuple):
 
 
 def kernels_of(chunk: Chunk, addresses: Sequence[int], run: Callable[[], None], *numbers: float) -> Kernels:
-    """Kernels that read a chunk's bytes at these addresses. A chunk that is not full is not worth being recorded,
-    because its number of experts changes often.
+    """Kernels that read a chunk's bytes at these addresses. A chunk that is not full, nor steady, is not worth being
+    recorded, because its number of experts changes often.
     """
-    full = len(chunk.experts) == chunk.layout.capacity
-    return Kernels((chunk.layout.kind, *addresses, *numbers) if full else None, run)
+    layout, count = chunk.layout, len(chunk.experts)
+    again = chunk.steady or count == layout.capacity
+    return Kernels((layout.kind, count, *addresses, *numbers) if again else None, run)
+
+
+def run_together(recorded: Recorded, kernels: Sequence[Kernels]) -> None:
+    """Run these kernels, one after the other, as one piece of work."""
+    keys = [each.key for each in kernels]
+
+    def run() -> None:
+        for each in kernels:
+            each.run()
+
+    recorded.run(None if None in keys else tuple(keys), run)
 
 
 @dataclass
@@ -83,17 +100,11 @@ class DecodedChunk:
     adapters: ExpertLora | None = None
     left: list[Kernels] = field(default_factory=list)
 
-    def run(self, recorded: Recorded, key: Hashable, work: Callable[[], None]) -> None:
-        """Do what is left, and work that needs the weights, as one; `key` as of `Kernels`."""
-        left, self.left = self.left, []
-        if not left:
-            recorded.run(key, work)
-            return
-        keys = [key, *(each.key for each in left)]
-
-        def together() -> None:
-            for each in left:
-                each.run()
-            work()
-
-        recorded.run(None if None in keys else tuple(keys), together)
+    def place(self, chunk: Chunk, adapters: RingPlace, lora: ExpertLora) -> None:
+        """Leave it to be done that the chunk's adapters are written beside its weights."""
+        views = iter(adapters.first(len(chunk.experts)))
+        scalings = {name: lora.pairs[name].scaling for name in PROJECTIONS if name in lora.pairs}
+        pairs = {name: LoraPair(next(views), next(views), each) for name, each in scalings.items()}
+        self.adapters = replace(lora, pairs=pairs)
+        work = partial(place, self.adapters, self.weights)
+        self.left.append(kernels_of(chunk, adapters.addresses, work, lora.dropout, *scalings.values()))

@@ -17,22 +17,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ktft.config import LANE_BYTES, PROJECTIONS
+from ktft.config import LANE_BYTES
 from ktft.device import device_of
 from ktft.lanes.decide.placer import Coming
 from ktft.lanes.gpu.buffers import Buffers, ChunkLayout
 from ktft.lanes.gpu.chunks import Chunk, DecodedChunk, ResidentBlocks, cut, kernels_of
 from ktft.lanes.gpu.graphs import Recorded
+from ktft.lanes.gpu.returning import Returning
 from ktft.lanes.gpu.rings import RingPlace
 from ktft.lanes.gpu.transfer import transfer
-from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, decode, place
+from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, decode
 from ktft.lanes.ops.dropout import room_for_streams, write_streams
 from ktft.lanes.ops.interface import by_triton
 from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lanes.routes import ChunkRows, Routes, lay_out, piece_rows
-from ktft.lora import ExpertLora, LoraPair
+from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
-from ktft.native.cuda import Rows
 from ktft.system import readable
 
 KNOWN_SLOTS = 4096
@@ -56,6 +56,7 @@ class GpuLane:
         device: with its index.
         transfer: the device's copies.
         residents: the experts that stay on the device; None if there are none.
+        returning: LoRA's gradients on their way to host memory.
         used: event after which the products of the last call no longer read the lane's memory.
         mutex: held by whoever gives the device work through the lane, or moves its residents.
 
@@ -76,8 +77,8 @@ class GpuLane:
         self._whole: weakref.WeakKeyDictionary[ExpertLayer, tuple[ChunkLayout, int, list[Chunk]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._returning: list[Tensor] = []  # copies may be writing them, so nobody else may get their memory
-        self.used, self._made, self._arrived, self._returned = (self.transfer.event() for _ in range(4))
+        self.returning = Returning(self.transfer)
+        self.used, self._arrived = (self.transfer.event() for _ in range(2))
         self.mutex = threading.RLock()
         _LANES.add(self)
 
@@ -170,34 +171,25 @@ class GpuLane:
             torch.OutOfMemoryError, ValueError: as in `forward`.
             ValueError: a gradient cannot be written.
         """
-        self.check(layer, lora, lora_grads)
+        self.returning.check(layer, lora, lora_grads)
         with self.using(layer, "backward"):
             for own, chunk in self._chunks(layer, experts, routes, lora):
                 grads = chunk_backward(
                     *chunk, hidden, top_k_weights, layer.swiglu, grad_output, grad_hidden, grad_weights
                 )
-                self.give_back(own, grads, lora_grads)
+                self.returning.give_back(own, grads, lora_grads)
 
     def finish(self) -> None:
         """Wait until all gradients of LoRA are in host memory. LoRA's tensors may change then, too."""
         with self.mutex:
-            returning, self._returning = self._returning, []
-        self._returned.synchronize()
+            wait = self.returning.all()
+        wait()
         self.settle()
-        del returning  # they had to live until here, whichever thread's they are
 
     def arrival(self) -> Callable[[], None]:
         """A function that waits until the gradients of all calls so far are in host memory, and of no later ones."""
-        event = device_of(self.device).event(blocking=True)
         with self.mutex:
-            returning = list(self._returning)
-            event.record(self.transfer.out)
-
-        def wait() -> None:
-            event.synchronize()
-            returning.clear()  # they had to live until here
-
-        return wait
+            return self.returning.so_far()
 
     def settle(self) -> None:
         """Wait until all calls so far have copied LoRA's tensors, which may change then."""
@@ -256,12 +248,51 @@ class GpuLane:
         """All experts of a layer in chunks, for `decoded`. Call it within `using`."""
         layout, residents = self._layout(layer, lora), self.residents
         if self._ahead or residents is None or self.streams(layer):
-            return self._cut_up(layer, layout, range(layer.num_experts), [1] * layer.num_experts)
+            return self._steady_chunks(layer, layout)
         known = self._whole.get(layer)
         if known is None or known[0] is not layout or known[1] != residents.moved:
-            chunks = self._cut_up(layer, layout, range(layer.num_experts), [1] * layer.num_experts)
-            self._whole[layer] = known = layout, residents.moved, chunks
+            self._whole[layer] = known = layout, residents.moved, self._steady_chunks(layer, layout)
         return [replace(chunk, adapters=None) for chunk in known[2]]
+
+    def _steady_chunks(self, layer: ExpertLayer, layout: ChunkLayout) -> list[Chunk]:
+        chunks = self._cut_up(layer, layout, range(layer.num_experts), [1] * layer.num_experts)
+        for chunk in chunks:
+            chunk.steady = True
+        return chunks
+
+    def go_at_once(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether `at_once` takes these chunks of a layer: nothing streams in, and half of the buffers for LoRA, beside
+        those of the layer before, has room for all.
+        """
+        adapters = chunks[0].layout.adapters if chunks else []
+        fit = not adapters or len(chunks) <= len(adapters) // 2
+        return fit and all(chunk.slots is not None for chunk in chunks)
+
+    @contextlib.contextmanager
+    def at_once(
+        self, layer: ExpertLayer, chunks: Sequence[Chunk], lora: ExpertLora | None
+    ) -> Iterator[list[DecodedChunk]]:
+        """A block that queues all chunks of a layer, each with what is `left` of it. Use it within `using`."""
+        compute, held = self.transfer.compute(), self._held(layer)
+        self.used.wait(compute)
+        assert self.residents is not None
+        self.residents.arrived.wait(compute)
+        numbers = self._numbers(tuple(held[expert] for chunk in chunks for expert in chunk.experts))
+        slots = self._buffers.slots[: len(numbers)]
+        slots.copy_(numbers)
+        parts = slots.split([len(chunk.experts) for chunk in chunks])
+        found = []
+        for chunk, own in zip(map(self._begun, chunks), parts, strict=True):
+            found.append(self._decoding(layer, chunk, own))
+            if lora is not None and chunk.adapters is not None:
+                chunk.adapters.wait(compute)
+                found[-1].place(chunk, chunk.adapters, lora)
+        yield found
+        for chunk in chunks:
+            if chunk.adapters is not None:
+                chunk.adapters.buffer.free.record(compute)
+        self._arrived.record(self.transfer.into)
+        self.used.record(compute)
 
     def decoded(
         self, layer: ExpertLayer, chunks: Sequence[Chunk], lora: ExpertLora | None, fuse: bool = False
@@ -269,7 +300,8 @@ class GpuLane:
         """Each chunk's decoded weights and its adapters on the device. Call it within `using`, and queue a chunk's
         products before asking for the next one.
 
-        `fuse` leaves the decoding of residents to the caller, who does it in one launch with the products.
+        `fuse` leaves the decoding of residents, and the writing of adapters beside weights, to the caller, who does it
+        in one launch with the products.
         """
         compute = self.transfer.compute()
         if lora is not None and lora.dropout > 0 and lora.streams is None:
@@ -279,16 +311,16 @@ class GpuLane:
         coming = next(waiting, None)
         while coming is not None:
             now, coming = coming, next(waiting, None)
-            found, fused = self._decode(layer, now, compute), fuse and now.packed is None
-            if not fused:
+            found = self._decode(layer, now, compute)
+            if now.packed is not None or not fuse:  # the next copy may take its place, as soon as it is decoded
                 self._finish(found, now.packed, compute)
             if lora is not None and now.adapters is not None:
                 now.adapters.wait(compute)
-                found.adapters = self._place(now, now.adapters, lora, found)
-                if not fused:
-                    self._finish(found, now.adapters, compute)
+                found.place(now, now.adapters, lora)
+            if not fuse:
+                self._finish(found, now.adapters, compute)
             yield found
-            if fused:
+            if fuse:
                 self._finish(found, now.adapters, compute)
         self._arrived.record(self.transfer.into)
         self.used.record(compute)
@@ -331,16 +363,25 @@ class GpuLane:
         return self.residents.slots(layer) if self.residents is not None else {}
 
     def _decode(self, layer: ExpertLayer, chunk: Chunk, compute: object) -> DecodedChunk:
-        layout, count, packed = chunk.layout, len(chunk.experts), chunk.packed
-        weights, slots = layout.decoded(count), None
-        if packed is not None:
-            packed.wait(compute)
-            blocks, addresses = packed.first(count), packed.addresses
+        slots = None
+        if chunk.packed is not None:
+            chunk.packed.wait(compute)
         else:
             assert self.residents is not None and chunk.slots is not None
             self.residents.arrived.wait(compute)
-            blocks, slots = layout.blocks, self._buffers.slots[:count]
+            slots = self._buffers.slots[: len(chunk.experts)]
             slots.copy_(chunk.slots)
+        return self._decoding(layer, chunk, slots)
+
+    @staticmethod
+    def _decoding(layer: ExpertLayer, chunk: Chunk, slots: Tensor | None) -> DecodedChunk:
+        """A chunk that is left to be decoded; `slots` are the blocks of its residents."""
+        layout, count, packed = chunk.layout, len(chunk.experts), chunk.packed
+        weights, blocks = layout.decoded(count), layout.blocks
+        if slots is None:
+            assert packed is not None
+            blocks, addresses = packed.first(count), packed.addresses
+        else:
             addresses = tuple(each.data_ptr() for each in (slots, *blocks))
         work = partial(decode, layer.format, layout.slices, blocks, weights, slots=slots)
         return DecodedChunk(chunk.experts, weights, left=[kernels_of(chunk, addresses, work)])
@@ -356,41 +397,6 @@ class GpuLane:
                     numbers = numbers.pin_memory()
                 self._slots[slots] = numbers.to(self.device, non_blocking=True)
         return self._slots[slots]
-
-    def _place(self, chunk: Chunk, adapters: RingPlace, lora: ExpertLora, decoded: DecodedChunk) -> ExpertLora:
-        """Write a chunk's adapters beside its weights; returns the adapters on the device."""
-        views = iter(adapters.first(len(chunk.experts)))
-        scalings = {name: lora.pairs[name].scaling for name in PROJECTIONS if name in lora.pairs}
-        own = replace(lora, pairs={name: LoraPair(next(views), next(views), each) for name, each in scalings.items()})
-        work = partial(place, own, decoded.weights)
-        decoded.left.append(kernels_of(chunk, adapters.addresses, work, lora.dropout, *scalings.values()))
-        return own
-
-    def give_back(self, experts: list[int], grads: Sequence[Tensor], lora_grads: Sequence[Tensor]) -> None:
-        """Begin to copy a chunk's LoRA gradients to the rows of `lora_grads` that belong to its experts."""
-        if not grads:
-            return
-        self._returning += lora_grads
-        self._made.record(self.transfer.compute())
-        self._made.wait(self.transfer.out)
-        pairs = zip(lora_grads, grads, strict=True)
-        matrices = [Rows(every.data_ptr(), own.data_ptr(), own.nbytes // len(experts)) for every, own in pairs]
-        self.transfer.copy_out(experts, matrices)
-        self.transfer.keep(grads[:1], self.transfer.out)  # they share one storage
-        self._returned.record(self.transfer.out)
-
-    def check(self, layer: ExpertLayer, lora: ExpertLora | None, lora_grads: Sequence[Tensor]) -> None:
-        wanted = [parameter.shape for parameter in lora.parameters()] if lora is not None else []
-        if [grad.shape for grad in lora_grads] != wanted:
-            got, expected = ([list(shape) for shape in shapes] for shapes in ([g.shape for g in lora_grads], wanted))
-            raise ValueError(f"{layer.name}: LoRA's gradients have the shapes {got}, its tensors {expected}")
-        for grad in lora_grads:
-            if grad.dtype != torch.float32 or not grad.is_contiguous() or grad.device.type != "cpu":
-                raise ValueError(
-                    f"{layer.name}: LoRA's gradients must be contiguous fp32 CPU tensors, got {grad.dtype}"
-                )
-        if not self.transfer.locks.tensors(lora_grads):
-            raise ValueError(f"{layer.name}: LoRA's gradients must be pinned: torch.empty(..., pin_memory=True)")
 
     @contextlib.contextmanager
     def using(self, layer: ExpertLayer, work: str) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """Steady passes: all experts of a layer run on the GPU, in the same chunks in every call, and routing stays there.
 
 Which rows an expert has is then known to the device alone, which sorts them. So no pass waits for the host, and the
-kernels of a pass are the same in every call: they are recorded once for all layers of a kind. Only the copies of
-streamed experts lie between them. A call's tensors are copied to memory that the recordings read.
+kernels of a pass are the same in every call: they are recorded once for all layers of a kind, and in one piece if no
+expert streams in between. A call's tensors are copied to memory that the recordings read.
 
 Every chunk is computed in as many pieces as all rows of the call would need, since nobody but the device knows how many
 rows it has. Kernels of pieces without rows end at once.
@@ -11,23 +11,22 @@ rows it has. Kernels of pieces without rows end at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ktft.device import device_of
 from ktft.lanes.gpu.call_memory import CallMemory, CutRows, call_bytes
-from ktft.lanes.gpu.chunks import Chunk
+from ktft.lanes.gpu.chunks import Chunk, DecodedChunk, Kernels, run_together
 from ktft.lanes.gpu.graphs import Recorded
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, is_grouped
 from ktft.lanes.ops.dropout import room_for_streams, write_streams
 from ktft.lanes.ops.interface import by_triton
-from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lanes.routes import Piece, piece_rows
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
@@ -56,7 +55,7 @@ class SteadyLane:
         self._memory: dict[tuple[object, ...], CallMemory] = {}
         self._uses: Counter[tuple[ExpertLayer, tuple[object, ...]]] = Counter()
         self._sizes: dict[tuple[object, ...], int] = {}  # and the bytes of each
-        self._lora_grads: dict[tuple[object, ...], tuple[Tensor, list[Tensor], Any]] = {}
+        self._lora_grads: dict[tuple[object, ...], _GradBuffer] = {}
         self._streams = room_for_streams(lane.device)
 
     def takes(self, layer: ExpertLayer, hidden: Tensor, top_k: int, lora: ExpertLora | None) -> bool:
@@ -97,14 +96,15 @@ class SteadyLane:
             torch.OutOfMemoryError, ValueError: as in `GpuLane.forward`.
         """
         with self._lane.using(layer, "forward"), torch.inference_mode(False), torch.no_grad():
-            memory, chunks, key = self._begun(layer, hidden, top_k_index, top_k_weights, lora)
-            lora = self._with_streams(lora)
-            pieces = memory.chunks(key[1])
-            for number, decoded in enumerate(self._lane.decoded(layer, chunks, lora, fuse=True)):
-                rows, own = self._rows(pieces[number]), decoded.adapters
-                given = decoded.weights, own, rows, memory.hidden, memory.weights, layer.swiglu, memory.total
-                whole = self._key("forward", layer, chunks[number], own, number, key)
-                decoded.run(self._recorded, whole, partial(chunk_forward, *given))
+            taken = self._taken(layer, hidden, top_k_index, top_k_weights, lora)
+            memory = taken.memory
+
+            def products(number: int, decoded: DecodedChunk) -> None:
+                given = memory.hidden, memory.weights, layer.swiglu, memory.total
+                chunk_forward(decoded.weights, decoded.adapters, self._rows(taken, number), *given)
+
+            for _ in self._queue("forward", layer, taken, products):
+                pass
             return memory.total.to(hidden.dtype, copy=True), memory.told.clone()
 
     def backward(
@@ -128,27 +128,36 @@ class SteadyLane:
         Raises:
             torch.OutOfMemoryError, ValueError: as in `GpuLane.backward`.
         """
-        self._lane.check(layer, lora, lora_grads)
+        self._lane.returning.check(layer, lora, lora_grads)
         with self._lane.using(layer, "backward"), torch.inference_mode(False), torch.no_grad():
-            memory, chunks, key = self._begun(layer, hidden, top_k_index, top_k_weights, lora)
-            lora = self._with_streams(lora)
+            taken = self._taken(layer, hidden, top_k_index, top_k_weights, lora)
+            memory, transfer = taken.memory, self._lane.transfer
             memory.grad_output.copy_(grad_output)
-            pieces = memory.chunks(key[1])
-            for number, decoded in enumerate(self._lane.decoded(layer, chunks, lora, fuse=True)):
-                own = decoded.adapters
-                buffer, grads, returned = self._buffer(number, own)
-                returned.wait(self._lane.transfer.compute())
-                work = partial(_backward, decoded.weights, own, self._rows(pieces[number]), layer, memory, buffer)
-                decoded.run(self._recorded, self._key("backward", layer, chunks[number], own, number, key), work)
-                self._lane.give_back(decoded.experts, grads, lora_grads)
-                returned.record(self._lane.transfer.out)
+
+            def products(number: int, decoded: DecodedChunk) -> None:
+                rows, buffer = self._rows(taken, number), self._buffer(number, decoded.adapters).memory
+                if not rows:
+                    buffer.zero_()
+                    return
+                chunk_backward(
+                    decoded.weights, decoded.adapters, rows, memory.hidden, memory.weights, layer.swiglu,
+                    memory.grad_output, memory.total, memory.grad_weights, lora_grads=buffer,
+                )  # fmt: skip
+
+            def wait(number: int, decoded: DecodedChunk) -> None:
+                self._buffer(number, decoded.adapters).returned.wait(transfer.compute())
+
+            for number, decoded in self._queue("backward", layer, taken, products, wait):
+                buffer = self._buffer(number, decoded.adapters)
+                self._lane.returning.give_back(decoded.experts, buffer.grads, lora_grads)
+                buffer.returned.record(transfer.out)
             of_hidden = memory.total.to(hidden.dtype, copy=True)
             return of_hidden, memory.grad_weights.clone(), memory.told.clone()
 
-    def _begun(
+    def _taken(
         self, layer: ExpertLayer, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None
-    ) -> tuple[CallMemory, list[Chunk], tuple[object, CutRows]]:
-        """The memory of a pass with its input, its chunks, and what its kernels depend on."""
+    ) -> _Taken:
+        """What a pass gets, in memory where recordings look for it."""
         size = hidden.shape, hidden.dtype, top_k_index.shape[1], layer.num_experts
         if size not in self._memory:
             self._memory[size] = CallMemory(hidden.detach(), top_k_index.shape[1], layer.num_experts)
@@ -157,8 +166,45 @@ class SteadyLane:
         memory.index.copy_(top_k_index)
         memory.weights.copy_(top_k_weights)
         cut = CutRows(memory.arrange(chunks), piece_rows(layer.hidden_size, layer.intermediate_size))
-        self._recorded.run(("begin", size, cut), partial(memory.begin, cut))
-        return memory, chunks, (size, cut)
+        return _Taken(memory, chunks, self._with_streams(lora), size, cut)
+
+    def _queue(
+        self,
+        work: str,
+        layer: ExpertLayer,
+        taken: _Taken,
+        products: Callable[[int, DecodedChunk], None],
+        before: Callable[[int, DecodedChunk], None] = lambda *_: None,
+    ) -> Iterator[tuple[int, DecodedChunk]]:
+        """Queue a pass in as few pieces as may be. Yields each chunk, with its number, after its products.
+
+        `products` runs those of a chunk, and may be recorded; `before` is called when they are about to be queued.
+        """
+        key, chunks = (taken.size, taken.cut), taken.chunks
+        kernels = [Kernels(("begin", *key), partial(taken.memory.begin, taken.cut))]
+        if not self._lane.go_at_once(chunks):
+            run_together(self._recorded, [kernels.pop()])
+        queued = 0
+        for group in self._groups(layer, chunks, taken.lora):
+            numbered = list(enumerate(group, queued))
+            for number, decoded in numbered:
+                before(number, decoded)
+                own, left, decoded.left = decoded.adapters, decoded.left, []
+                numbers = (own.dropout, *(pair.scaling for pair in own.pairs.values())) if own is not None else ()
+                whole = work, layer.swiglu, chunks[number].layout.kind, number, *numbers, *key
+                kernels += [*left, Kernels(whole, partial(products, number, decoded))]
+            run_together(self._recorded, kernels)
+            kernels, queued = [], queued + len(group)
+            yield from numbered
+
+    def _groups(self, layer: ExpertLayer, chunks: list[Chunk], lora: ExpertLora | None) -> Iterator[list[DecodedChunk]]:
+        """Chunks that are queued together. One that streams in must be decoded before the next can take its place."""
+        if self._lane.go_at_once(chunks):
+            with self._lane.at_once(layer, chunks, lora) as every:
+                yield every
+        else:
+            for each in self._lane.decoded(layer, chunks, lora, fuse=True):
+                yield [each]
 
     def _with_streams(self, lora: ExpertLora | None) -> ExpertLora | None:
         """The adapters with this call's dropout where recordings look for it."""
@@ -166,49 +212,42 @@ class SteadyLane:
             return lora
         return replace(lora, streams=write_streams(lora, self._streams))
 
-    def _rows(self, pieces: list[Piece]) -> list[Piece]:
+    def _rows(self, taken: _Taken, number: int) -> list[Piece]:
+        """The rows of a chunk."""
+        pieces = taken.memory.chunks(taken.cut)[number]
         if self._by_device:
             return pieces
         # torch's own operations have no bound for rows: they get as many as there are
         counts = [int(piece.ends[-1]) for piece in pieces]
         return [replace(each, row_route=each.row_route[:n]) for each, n in zip(pieces, counts, strict=True) if n]
 
-    @staticmethod
-    def _key(
-        work: str, layer: ExpertLayer, chunk: Chunk, own: ExpertLora | None, number: int, key: tuple[object, ...]
-    ) -> tuple[object, ...] | None:
-        """Everything that a chunk's kernels depend on; None if its number of experts changes often."""
-        if len(chunk.experts) != chunk.layout.capacity:
-            return None
-        numbers = (own.dropout, *(pair.scaling for pair in own.pairs.values())) if own is not None else ()
-        return work, layer.swiglu, chunk.layout.kind, number, *numbers, *key
-
-    def _buffer(self, number: int, own: ExpertLora | None) -> tuple[Tensor, list[Tensor], Any]:
-        """Memory for the gradients of a chunk's LoRA; those of each tensor there; and the event after which they have
-        left it.
-        """
+    def _buffer(self, number: int, own: ExpertLora | None) -> _GradBuffer:
+        """That of a chunk's LoRA."""
         shapes = [each.shape for each in own.parameters()] if own is not None else []
         if (key := (number, *shapes)) not in self._lora_grads:
             sizes = [shape.numel() for shape in shapes]
             made = torch.empty(sum(sizes), device=self._lane.device)
             parts = zip(made.split(sizes), shapes, strict=True) if shapes else ()
             grads = [part.view(shape) for part, shape in parts]
-            self._lora_grads[key] = made, grads, self._lane.transfer.event()
+            self._lora_grads[key] = _GradBuffer(made, grads, self._lane.transfer.event())
         return self._lora_grads[key]
 
 
-def _backward(
-    weights: ChunkWeights,
-    own: ExpertLora | None,
-    rows: list[Piece],
-    layer: ExpertLayer,
-    memory: CallMemory,
-    buffer: Tensor,
-) -> None:
-    if not rows:
-        buffer.zero_()
-        return
-    chunk_backward(
-        weights, own, rows, memory.hidden, memory.weights, layer.swiglu, memory.grad_output, memory.total,
-        memory.grad_weights, lora_grads=buffer,
-    )  # fmt: skip
+class _Taken(NamedTuple):
+    """What one pass gets; `size` is that of its call."""
+
+    memory: CallMemory
+    chunks: list[Chunk]
+    lora: ExpertLora | None
+    size: object
+    cut: CutRows
+
+
+class _GradBuffer(NamedTuple):
+    """Memory for the gradients of a chunk's LoRA, those of each tensor there, and the event after which they have left
+    it.
+    """
+
+    memory: Tensor
+    grads: list[Tensor]
+    returned: Any
