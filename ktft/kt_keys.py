@@ -169,7 +169,9 @@ def parse_kt_config(
             if row.setting is not None and converted is not None:
                 converted = checked(row.setting, converted)
         except ValueError as error:
-            raise ValueError(f"{shown}: {error}") from None
+            said = str(error)  # most of these begin with the setting's name
+            where = shown.removesuffix(key) if said.startswith(f"{key} is ") else f"{shown}: "
+            raise ValueError(where + said) from None
         if row.note:
             notes.append(f"{shown} has no effect: {row.note}")
         if remark := row.remarks.get(str(value).lower()):

@@ -157,7 +157,7 @@ def steady_rows(x: Tensor, index: Tensor, chunks: list[list[int]], piece_rows: i
     sizes = memory.arrange([SimpleNamespace(experts=chunk) for chunk in chunks])  # type: ignore[misc]
     cut = CutRows(sizes, piece_rows)
     memory.begin(cut)
-    return memory.chunks(cut)
+    return [memory.pieces(cut, number) for number in range(len(chunks))]
 
 
 def exact(layer: ExpertLayer, experts: list[int]) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ def request(number: int, **options: Any) -> dict[str, Any]:
     return {"model": "ktft", "messages": messages, "do_sample": False, "max_tokens": 12} | options
 
 
-@pytest.mark.parametrize("leaving", [5, pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.parametrize("leaving", [2, pytest.param(20, marks=pytest.mark.full)])
 def test_disconnected_clients_do_not_change_later_answers(
     tiny_checkpoint: Checkpoint, forks: Forks, tmp_path: Path, leaving: int
 ) -> None:

@@ -72,6 +72,16 @@ def test_work_is_done_then_recorded_then_replayed(monkeypatch: pytest.MonkeyPatc
     assert cuda.since() == ["work"]
 
 
+def test_there_is_an_end_of_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+    monkeypatch.setattr("ktft.lanes.gpu.graphs.MOST", 1)
+    recorded = Recorded(DEVICE)
+    for key in ("one", "two") * 3:
+        recorded.run(key, lambda key=key: cuda.calls.append(key))
+    record = ["on stream", "begin thread_local in a pool", "one", "end", "replay"]
+    assert cuda.since() == ["one", "two", *record, "two", "replay", "two"]
+
+
 def test_where_nothing_can_be_recorded_work_is_done(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

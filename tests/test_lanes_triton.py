@@ -118,11 +118,10 @@ def test_sort_routes(experts: int, sizes: tuple[int, ...], piece_rows: int) -> N
         found = []
         for ops in (torch_ops, triton_ops):
             places = ExpertPlaces(
-                order.to(torch.int16).to(DEVICE),
-                *(each.to(torch.int32).to(DEVICE) for each in (order.argsort(), chunk_of, firsts)),
+                *(each.to(torch.int32).to(DEVICE) for each in (order, order.argsort(), chunk_of, firsts)),
                 sizes,
             )
-            ends = torch.full((pieces * experts,), -1, dtype=torch.int32, device=DEVICE)
+            ends = torch.full((len(sizes), pieces * experts), -1, dtype=torch.int32, device=DEVICE)
             row_route, route_row = (
                 torch.zeros(len(sizes), tokens * top_k, dtype=torch.int32, device=DEVICE) for _ in range(2)
             )

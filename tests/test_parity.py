@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from stacks import SHOWN_BEFORE
 from stock import VISION, load, matrices, stacked
 from tiny import FAMILIES, tokenizer, write_checkpoint
-from tiny_newer import NEWER, known, without_the_like
+from tiny_newer import NEWER, ON_BOTH, known, without_the_like
 from torch import Tensor, nn
 from transformers import Trainer
 
@@ -138,7 +138,8 @@ SLOWER = {"gemma4": 7e-4}
 # Of Kimi-Linear's, the slowest, test_families.py has the logits and gradients by default, and nothing else is its own
 BY_DEFAULT = [
     *(pytest.param(family, marks=SHOWN_BEFORE) for family in FAMILIES),
-    *(each for each in without_the_like(known()) if each != "kimi_linear"),
+    *(each for each in without_the_like(known()) if each not in ["kimi_linear", *ON_BOTH]),
+    *(pytest.param(family, marks=SHOWN_BEFORE) for family in ON_BOTH),
     *(pytest.param(family, marks=pytest.mark.full) for family in known() if family == "kimi_linear"),
 ]
 

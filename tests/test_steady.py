@@ -208,6 +208,24 @@ def test_what_a_pass_tells() -> None:
     assert told[0].routing == told[2].routing != told[1].routing
 
 
+def test_memory_of_a_call_does_not_grow_with_the_orders_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktft.lanes.gpu.call_memory.KNOWN_ORDERS", 1)
+    memory = CallMemory(torch.zeros(50, HIDDEN), 3, 5)
+    memory.index.copy_(torch.stack([torch.randperm(5)[:3] for _ in range(50)]))
+    flat, places = memory.index.view(-1), set()
+    for order in ([[3, 1], [0, 2, 4]], [[4, 0, 1], [2, 3]], [[0], [1, 2, 3, 4]], [[3, 1], [0, 2, 4]]):
+        chunks: Any = [SimpleNamespace(experts=experts) for experts in order]
+        cut = CutRows(memory.arrange(chunks), 40)
+        memory.begin(cut)
+        for number, experts in enumerate(order):
+            pieces = memory.pieces(cut, number)
+            places.add(pieces[0].row_route.data_ptr())
+            routes = torch.cat([piece.row_route[: piece.ends[-1]] for piece in pieces])
+            assert flat[routes].tolist() == [expert for expert in experts for _ in range(int((flat == expert).sum()))]
+            assert torch.equal(pieces[0].route_row[routes], torch.arange(len(routes), dtype=torch.int32))
+    assert len(places) == 2 and len(memory._tables) == 1
+
+
 @pytest.mark.parametrize("bad", ["hidden", "low", "high"])
 def test_bad_values_are_found_when_the_step_is_over(
     steady: list[str], monkeypatch: pytest.MonkeyPatch, bad: str

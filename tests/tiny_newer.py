@@ -213,6 +213,8 @@ scaled inputs; experts that compute nothing.
 """
 
 
+ON_BOTH = ("nemotron", "llama4", "longcat")
+"""Those of `DIFFERENT` that both stacks have."""
 SEE_IMAGES = {"qwen3vl", "glm5_next", "kimi_k25", "minimax_m3", "mistral4", "mistral_large4", "step"}
 """Those that transformers makes no AutoModelForCausalLM of, which `runs.adapted` loads."""
 

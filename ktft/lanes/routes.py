@@ -75,7 +75,7 @@ class ExpertPlaces(NamedTuple):
     """The order of a layer's experts in its chunks, C in number. Tensors are on the device.
 
     Attributes:
-        of_expert: int16 `[E]`: each expert's place.
+        of_expert: int32 `[E]`: each expert's place.
         expert_of: int32 `[E]`: the expert of each place.
         chunk_of: int32 `[E]`: the chunk of each place.
         firsts: int32 `[C + 1]`: each chunk's first place, and E.

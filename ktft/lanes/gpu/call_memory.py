@@ -15,6 +15,8 @@ from ktft.lanes.routes import ExpertPlaces, Piece
 
 FP32, INT32, INT64 = 4, 4, 8
 _FACTOR = 0x5851F42D4C957F2D  # that of D. Knuth's MMIX generator, odd and of many bits
+KNOWN_ORDERS = 1024
+"""The most orders of experts that stay on the device. Where residents follow the routing, there are ever new ones."""
 
 
 def call_bytes(tokens: int, top_k: int, hidden_size: int, value_bytes: int) -> int:
@@ -27,6 +29,11 @@ class CutRows(NamedTuple):
 
     sizes: tuple[int, ...]
     rows: int
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        """Equal for cuts whose rows are sorted by the same kernels, in the same memory."""
+        return len(self.sizes), self.rows
 
 
 class PassReport(NamedTuple):
@@ -69,65 +76,65 @@ class CallMemory:
         self.told = torch.zeros(experts + 3, dtype=torch.int64, device=device)
         mixed = (torch.arange(tokens * top_k, device=device) + 1) * _FACTOR
         self._factors = (mixed ^ mixed >> 29) * _FACTOR | 1
-        # Each expert's place among those of all chunks, and the expert of each place
-        self._order = torch.zeros(experts, dtype=torch.int16, device=device)
-        self._experts_of = torch.zeros(experts, dtype=torch.int32, device=device)
-        self._rows: dict[CutRows, _SortedRows] = {}
-        self._orders: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-        self._ordered: tuple[int, ...] = ()
+        # Each expert's place among those of all chunks, the expert and the chunk of each place, and the chunks' firsts
+        self._table = torch.zeros(4 * experts + 1, dtype=torch.int32, device=device)
+        self._tables: dict[tuple[object, ...], Tensor] = {}
+        self._arranged: tuple[object, ...] = ()
+        self._rows: dict[tuple[int, int], _SortedRows] = {}
 
     def arrange(self, chunks: Sequence[Chunk]) -> tuple[int, ...]:
         """Take the experts in this order. Returns the number of each chunk's."""
-        experts = tuple(itertools.chain.from_iterable(chunk.experts for chunk in chunks))
-        if experts not in self._orders:
-            of_place = torch.tensor(experts, dtype=torch.int32)
-            place = of_place.argsort().to(torch.int16)
-            self._orders[experts] = place.to(self._order.device), of_place.to(self._order.device)
-        if experts != self._ordered:
-            for memory, values in zip((self._order, self._experts_of), self._orders[experts], strict=True):
-                memory.copy_(values)
-            self._ordered = experts
-        return tuple(len(chunk.experts) for chunk in chunks)
+        sizes = tuple(len(chunk.experts) for chunk in chunks)
+        order = sizes, *itertools.chain.from_iterable(chunk.experts for chunk in chunks)
+        if order not in self._tables:
+            if len(self._tables) >= KNOWN_ORDERS:
+                self._tables.clear()
+            self._tables[order] = _table_of(chunks).to(self._table.device)
+        if order != self._arranged:
+            table = self._tables[order]
+            self._table[: len(table)].copy_(table)
+            self._arranged = order
+        return sizes
 
-    def chunks(self, cut: CutRows) -> list[list[Piece]]:
-        """The rows of each chunk's experts, as `begin` leaves them."""
-        return self._of(cut).chunks
+    def pieces(self, cut: CutRows, number: int) -> list[Piece]:
+        """The rows of a chunk's experts, as `begin` leaves them, in pieces that have room for all rows of the call."""
+        rows, total, size = self._of(cut), self.index.numel(), cut.sizes[number]
+        begins = range(0, total, cut.rows)
+        ends = rows.ends[number, : len(begins) * size].view(len(begins), size)
+        parts = zip(begins, ends, rows.row_route[number].split(cut.rows), strict=True)
+        return [Piece(at, None, own, part, rows.route_row[number], self.index.shape[1]) for at, own, part in parts]
 
     def _of(self, cut: CutRows) -> _SortedRows:
-        if cut not in self._rows:
-            self._rows[cut] = _SortedRows(cut, self.index)
-        return self._rows[cut]
+        if cut.kind not in self._rows:
+            count, total = len(cut.sizes), self.index.numel()
+            pieces = -(-total // cut.rows)
+            sizes = pieces * (len(self._table) // 4), total, total
+            made = (torch.zeros(count, size, dtype=torch.int32, device=self.index.device) for size in sizes)
+            self._rows[cut.kind] = _SortedRows(*made)
+        return self._rows[cut.kind]
 
     def begin(self, cut: CutRows) -> None:
         """Sort the routes by expert, for chunks and pieces of this cut, clear the sums, and note what the host asks."""
-        rows, ops = self._of(cut), operations(self.hidden.device)
+        ops, experts, chunks = operations(self.hidden.device), len(self._table) // 4, len(cut.sizes)
         self.total.zero_()
         self.grad_weights.zero_()
-        places = ExpertPlaces(self._order, self._experts_of, rows.chunk_of, rows.firsts, cut.sizes)
-        ops.sort_routes(
-            self.index, self._factors, places, cut.rows, rows.ends, rows.row_route, rows.route_row, self.told
-        )
+        of_expert, expert_of, chunk_of, firsts = self._table.split([experts, experts, experts, experts + 1])
+        places = ExpertPlaces(of_expert, expert_of, chunk_of, firsts[: chunks + 1], cut.sizes)
+        ops.sort_routes(self.index, self._factors, places, cut.rows, *self._of(cut), self.told)
         ops.find_bad(self.hidden, self.told)
 
 
-class _SortedRows:
-    """The rows of each chunk's experts, in P pieces that have room for all R rows of a call. The attributes are as of
-    `Operations.sort_routes`, which writes them.
-    """
+class _SortedRows(NamedTuple):
+    """The rows of a number of chunks, as of `Operations.sort_routes`, which writes them."""
 
-    def __init__(self, cut: CutRows, index: Tensor) -> None:
-        (rows, top_k), device = (index.numel(), index.shape[1]), index.device
-        count, begins = len(cut.sizes), range(0, rows, cut.rows)
-        firsts = list(itertools.accumulate(cut.sizes, initial=0))
-        chunk_of = [chunk for chunk, size in enumerate(cut.sizes) for _ in range(size)]
-        self.firsts, self.chunk_of = (
-            torch.tensor(each, dtype=torch.int32, device=device) for each in (firsts, chunk_of)
-        )
-        self.ends = torch.zeros(len(begins) * firsts[-1], dtype=torch.int32, device=device)
-        self.row_route, self.route_row = (torch.zeros(count, rows, dtype=torch.int32, device=device) for _ in range(2))
-        self.chunks = []
-        for ends, row_route, route_row in zip(
-            self.ends.split([len(begins) * size for size in cut.sizes]), self.row_route, self.route_row, strict=True
-        ):
-            parts = zip(begins, ends.view(len(begins), -1), row_route.split(cut.rows), strict=True)
-            self.chunks.append([Piece(begin, None, own, part, route_row, top_k) for begin, own, part in parts])
+    ends: Tensor
+    row_route: Tensor
+    route_row: Tensor
+
+
+def _table_of(chunks: Sequence[Chunk]) -> Tensor:
+    """What `ExpertPlaces` has for experts in this order, one after the other."""
+    experts = torch.tensor([expert for chunk in chunks for expert in chunk.experts])
+    chunk_of = torch.tensor([number for number, chunk in enumerate(chunks) for _ in chunk.experts])
+    firsts = torch.tensor([0, *(len(chunk.experts) for chunk in chunks)]).cumsum(0)
+    return torch.cat((experts.argsort(), experts, chunk_of, firsts)).to(torch.int32)

@@ -42,7 +42,7 @@ class Chunk:
         slots: int32 on the device, their blocks among the residents; None if they are streamed.
         packed: where their packed bytes are copied to, once that has begun; None for residents.
         adapters: likewise their LoRA.
-        steady: whether the layer is always cut like this.
+        steady: whether it belongs to a steady pass.
     """
 
     layout: ChunkLayout
@@ -67,13 +67,13 @@ class Kernels(NamedTuple):
     run: Callable[[], None]
 
 
-def kernels_of(chunk: Chunk, addresses: Sequence[int], run: Callable[[], None], *numbers: float) -> Kernels:
-    """Kernels that read a chunk's bytes at these addresses. A chunk that is not full, nor steady, is not worth being
-    recorded, because its number of experts changes often.
+def kernels_of(chunk: Chunk, addresses: Sequence[int], run: Callable[[], None], *others: Hashable) -> Kernels:
+    """Kernels that read a chunk's bytes at these addresses, and depend on `others`. Outside steady passes only a full
+    chunk is worth being recorded, because the number of experts of others changes often.
     """
     layout, count = chunk.layout, len(chunk.experts)
     again = chunk.steady or count == layout.capacity
-    return Kernels((layout.kind, count, *addresses, *numbers) if again else None, run)
+    return Kernels((layout.kind, count, *addresses, *others) if again else None, run)
 
 
 def run_together(recorded: Recorded, kernels: Sequence[Kernels]) -> None:

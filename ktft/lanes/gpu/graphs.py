@@ -11,6 +11,8 @@ import torch
 from ktft.device import device_of
 
 logger = logging.getLogger("ktft")
+MOST = 1024
+"""The most recordings of one kind of memory: residents that follow the routing make chunks of ever other sizes."""
 
 
 class Recorded:
@@ -34,7 +36,8 @@ class Recorded:
             work()
         elif key not in self._graphs:
             work()
-            self._graphs[key] = None
+            if len(self._graphs) < MOST:
+                self._graphs[key] = None
         elif (graph := self._graphs[key] or self._record(key, work)) is not None:
             graph.replay()
         else:

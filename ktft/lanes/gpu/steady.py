@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ktft.device import device_of
 from ktft.lanes.gpu.call_memory import CallMemory, CutRows, call_bytes
-from ktft.lanes.gpu.chunks import Chunk, DecodedChunk, Kernels, run_together
+from ktft.lanes.gpu.chunks import Chunk, DecodedChunk, Kernels, kernels_of, run_together
 from ktft.lanes.gpu.graphs import Recorded
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, is_grouped
@@ -180,7 +180,7 @@ class SteadyLane:
 
         `products` runs those of a chunk, and may be recorded; `before` is called when they are about to be queued.
         """
-        key, chunks = (taken.size, taken.cut), taken.chunks
+        key, chunks = (taken.size, *taken.cut.kind), taken.chunks
         kernels = [Kernels(("begin", *key), partial(taken.memory.begin, taken.cut))]
         if not self._lane.go_at_once(chunks):
             run_together(self._recorded, [kernels.pop()])
@@ -191,8 +191,8 @@ class SteadyLane:
                 before(number, decoded)
                 own, left, decoded.left = decoded.adapters, decoded.left, []
                 numbers = (own.dropout, *(pair.scaling for pair in own.pairs.values())) if own is not None else ()
-                whole = work, layer.swiglu, chunks[number].layout.kind, number, *numbers, *key
-                kernels += [*left, Kernels(whole, partial(products, number, decoded))]
+                run = partial(products, number, decoded)
+                kernels += [*left, kernels_of(chunks[number], (), run, work, layer.swiglu, number, *numbers, *key)]
             run_together(self._recorded, kernels)
             kernels, queued = [], queued + len(group)
             yield from numbered
@@ -214,7 +214,7 @@ class SteadyLane:
 
     def _rows(self, taken: _Taken, number: int) -> list[Piece]:
         """The rows of a chunk."""
-        pieces = taken.memory.chunks(taken.cut)[number]
+        pieces = taken.memory.pieces(taken.cut, number)
         if self._by_device:
             return pieces
         # torch's own operations have no bound for rows: they get as many as there are

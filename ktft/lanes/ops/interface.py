@@ -126,10 +126,10 @@ class Operations(Protocol):
         """Sort the R routes of index, int64 `[T, k]`, by the places of their experts, for each of C chunks in P pieces
         that have room for all routes. Routes to experts that do not exist are left out.
 
-        A row's number counts from its chunk's first row. Of int32 memory, ends `[P * E]` has `[P, G]` for each chunk of
-        G experts: where the rows of each end in each piece of `piece_rows`; row_route `[C, R]` has the route of each
-        row, and any route behind the last row; route_row `[C, R]` has the row of each route, R for those of other
-        chunks.
+        A row's number counts from its chunk's first row. Of int32 memory, ends `[C, P * E]` begins for each chunk of G
+        experts with `[P, G]`: where the rows of each end in each piece of `piece_rows`; row_route `[C, R]` has the
+        route of each row, and any route behind the last row; route_row `[C, R]` has the row of each route, R for those
+        of other chunks. Only `places.sizes` may change from call to call where this is recorded.
 
         told, int64 `[E + 3]`: each expert's number of rows; the number of an expert that does not exist but has a
         route, 0 if there is none; the sum of expert * factors int64 `[R]`; and -1.

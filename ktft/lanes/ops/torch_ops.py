@@ -272,19 +272,19 @@ def sort_routes(
     flat, experts, rows = index.view(-1), len(places.of_expert), index.numel()
     numbers = torch.arange(rows, device=index.device)
     exists = (flat >= 0) & (flat < experts)
-    place = torch.where(exists, places.of_expert[flat.clamp(0, experts - 1)], experts)
+    place = torch.where(exists, places.of_expert[flat.clamp(0, experts - 1)], experts).to(torch.int16)
     by_row = torch.sort(place, stable=True).indices
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=index.device).scatter_add_(
         0, place.long(), torch.ones_like(numbers)
     )
     last = counts[:-1].cumsum(0)
     row_of = torch.empty_like(by_row).scatter_(0, by_row, numbers)
-    pieces = ends.numel() // experts
+    pieces = ends.shape[1] // experts
     begins = torch.arange(0, pieces * piece_rows, piece_rows, device=index.device)[:, None]
     before = torch.zeros_like(last[0])
     for chunk, (first, end) in enumerate(itertools.pairwise(itertools.accumulate(places.sizes, initial=0))):
         own = last[first:end] - before
-        ends[pieces * first : pieces * end].copy_((own - begins).clamp(0, piece_rows).view(-1))
+        ends[chunk, : pieces * len(own)].copy_((own - begins).clamp(0, piece_rows).view(-1))
         row_route[chunk].copy_(by_row[(numbers + before).clamp(max=rows - 1)])
         here = (row_of >= before) & (row_of < last[end - 1])
         route_row[chunk].copy_(torch.where(here, row_of - before, rows))

@@ -27,21 +27,22 @@ def _sort(
         route = begin + tl.arange(0, BLOCK)
         expert = tl.load(index + route, mask=route < routes, other=-1)
         exists = (expert >= 0) & (expert < experts)
-        at = tl.load(order + expert, mask=exists, other=0x7FFF).to(tl.int32)
+        at = tl.load(order + expert, mask=exists, other=-1)
         before += ((at >= first) & (at < place)).to(tl.int32)
         own += (at == place).to(tl.int32)
     row, count = tl.sum(before, 0), tl.sum(own, 0)
     tl.store(told + tl.load(experts_of + place), count.to(tl.int64))
     piece = tl.arange(0, PIECES)
     within = tl.minimum(tl.maximum(row + count - piece * piece_rows, 0), piece_rows)
-    tl.store(ends + pieces * first + piece * (end - first) + place - first, within, mask=piece < pieces)
+    ends += chunk.to(tl.int64) * pieces * experts + place - first
+    tl.store(ends + piece * (end - first), within, mask=piece < pieces)
     row_route += chunk.to(tl.int64) * routes
     route_row += chunk.to(tl.int64) * routes
     for begin in range(0, routes, BLOCK):
         route = begin + tl.arange(0, BLOCK)
         expert = tl.load(index + route, mask=route < routes, other=-1)
         exists = (expert >= 0) & (expert < experts)
-        at = tl.load(order + expert, mask=exists, other=0x7FFF).to(tl.int32)
+        at = tl.load(order + expert, mask=exists, other=-1)
         mine = at == place
         number = row + tl.cumsum(mine.to(tl.int32), 0) - 1
         tl.store(row_route + number, route, mask=mine)
@@ -85,7 +86,7 @@ def sort_routes(
     told: Tensor,
 ) -> None:
     routes, experts = index.numel(), len(places.of_expert)
-    pieces = ends.numel() // experts
+    pieces = ends.shape[1] // experts
     route_row.fill_(routes)
     _sort[(experts,)](
         index, factors, *places[:4], ends, row_route, route_row, told, routes, experts, pieces, piece_rows,
