@@ -32,6 +32,26 @@ def test_norm(isa: str, shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(found.float(), expected(both, weight), rtol=2**-6, atol=1e-2)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("shape", [(1, 16), (3, 5, 48), (700, 32), (9, 1040), (0, 32)])
+def test_backward(isa: str, shape: tuple[int, ...]) -> None:
+    """Rows of many sizes of values, in more tasks than threads."""
+    generator = torch.Generator().manual_seed(3)
+    x, grad = (
+        torch.randn(2, *shape, generator=generator) * 10 ** torch.randn(*shape[:-1], 1, generator=generator)
+    ).bfloat16()
+    weight = torch.randn(shape[-1], generator=generator).bfloat16()
+    wide = x.float().requires_grad_()
+    expected(wide, weight).backward(grad.float())
+    assert wide.grad is not None
+    norm = HostNorm(native.runtime(isa=isa, threads=2), weight, 1e-6)
+    found = norm.backward(x, grad).float()
+    size = wide.grad.abs().amax(-1, keepdim=True)
+    assert ((found - wide.grad).abs() <= 2**-8 * wide.grad.abs() + 1e-5 * size).all()
+    with pytest.raises(ValueError, match="of one shape in CPU memory, got torch.bfloat16"):
+        norm.backward(x, grad[..., :16] if shape[-1] > 16 else grad[None])
+
+
 def test_strides_and_nan() -> None:
     norm = HostNorm(native.runtime(threads=1), torch.ones(16, dtype=torch.bfloat16), 1e-6)
     x = torch.randn(16, 6).bfloat16()

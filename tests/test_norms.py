@@ -12,6 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from ktft import native
 from ktft.model import norms
+from ktft.native.norm import HostNorm
 from ktft.native.optim import row_norms
 from ktft.train.gradients import clip_grad_norm
 from ktft.train.gradients import norms as norms_by_rows
@@ -55,6 +56,39 @@ def test_a_fused_norm_gives_what_transformers_gives(
     with torch.no_grad():
         clone.weight.mul_(2)
         assert torch.equal(clone(hidden), fused(hidden) * 2)
+
+
+def test_on_a_cpu_a_norm_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As exact as transformers', unless the weight is trained, the type another one, or nobody said by what threads."""
+    monkeypatch.setattr(norms, "DEVICES", {"cuda"})
+    torch.manual_seed(0)
+    stock = Qwen3MoeRMSNorm(96).bfloat16()
+    nn.init.normal_(stock.weight, 1.0, 0.2)
+    stock.requires_grad_(False)
+    fused, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
+    norms.fuse_norms(fused, native.runtime)
+    calls: list[str] = []
+    original = HostNorm.__call__
+    monkeypatch.setattr(HostNorm, "__call__", lambda *args: calls.append("kernel") or original(*args))
+    for module in (fused, copy.deepcopy(fused)):
+        for scale in (1e-3, 1.0, 300.0):
+            given = (torch.randn(2, 7, 3, 96) * scale).bfloat16().transpose(1, 2)
+            found = []
+            for norm, x in ((module, given), (stock, given), (exact, given.double())):
+                x = x.detach().requires_grad_()
+                (norm(x).double() * torch.linspace(-1, 1, 96)).sum().backward()
+                found.append((norm(x).detach().double(), x.grad.double()))  # type: ignore[union-attr]
+            for mine, theirs, true in zip(*found, strict=True):
+                ours, other = ((each - true).norm() / true.norm() for each in (mine, theirs))
+                assert ours <= 1.2 * other + 1e-5
+    assert len(calls) == 2 * (1 + 3 * 2)  # the first time it is compared
+    del calls[:]
+    for change in (lambda module: module.requires_grad_(), lambda module: module.float()):
+        other = copy.deepcopy(fused)
+        change(other)
+        hidden = torch.randn(5, 96).to(other.weight.dtype)
+        assert torch.equal(other(hidden), Qwen3MoeRMSNorm.forward(other, hidden))
+    assert not calls
 
 
 def test_another_formula_stays_as_it_is() -> None:

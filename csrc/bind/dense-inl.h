@@ -43,7 +43,13 @@ void bind_weights(py::module_& m) {
           [](const Norm& self, Runtime& runtime, Address x, Address residual, int tokens, Address out) {
             self.run(runtime, at<bf16>(x), at<bf16>(residual), tokens, at<bf16>(out));
           },
-          "runtime"_a, "x"_a, "residual"_a, "tokens"_a, "out"_a, NoGil());
+          "runtime"_a, "x"_a, "residual"_a, "tokens"_a, "out"_a, NoGil())
+      .def(
+          "run_backward",
+          [](const Norm& self, Runtime& runtime, Address x, Address grad, int tokens, Address out) {
+            self.run_backward(runtime, at<bf16>(x), at<bf16>(grad), tokens, at<bf16>(out));
+          },
+          "runtime"_a, "x"_a, "grad"_a, "tokens"_a, "out"_a, NoGil());
 }
 
 void bind_attention(py::module_& m) {

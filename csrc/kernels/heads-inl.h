@@ -27,6 +27,24 @@ void norm_row(const NormArgs& a) {
     V::store(a.out + i, V::mul(V::mul(V::load(from + i), factor), V::load(a.weight + i)));
 }
 
+// With f = 1 / sqrt(mean(x^2) + epsilon) and g = grad * weight: out = f (g - f^2 x mean(g x)), in fp32, rounded once.
+template <class V>
+void norm_row_backward(const NormBackwardArgs& a) {
+  typename V::F squares = V::zero(), products = V::zero();
+  for (int i = 0; i < a.size; i += V::kWidth) {
+    const typename V::F x = V::load(a.x + i);
+    squares = V::fma(x, x, squares);
+    products = V::fma(V::mul(V::load(a.grad + i), V::load(a.weight + i)), x, products);
+  }
+  const float factor = 1 / std::sqrt(V::sum(squares) / float(a.size) + a.epsilon);
+  const typename V::F of_g = V::set1(factor);
+  const typename V::F of_x = V::set1(-factor * factor * factor * (V::sum(products) / float(a.size)));
+  for (int i = 0; i < a.size; i += V::kWidth) {
+    const typename V::F g = V::mul(V::load(a.grad + i), V::load(a.weight + i));
+    V::store(a.out + i, V::fma(V::load(a.x + i), of_x, V::mul(g, of_g)));
+  }
+}
+
 template <class V>
 void prepare_heads(const HeadsArgs& a) {
   alignas(64) float x[kMostHeadSize], turn[kMostHeadSize];

@@ -46,7 +46,7 @@ consteval IsaTable isa_table() {
                  .vectors = {kHasTiles<V>, &pack_rows<V>, &pack_rows<V>, &unturn<V>, &swiglu<V>, &swiglu_backward<V>,
                              &swiglu_strip<V>, &store_rows<V>, &finite<V>, &convert<V, bf16, float>,
                              &convert<V, float, bf16>, &scale_row<V>, &split<V>, &dot<V>, &weighted_sum<V>,
-                             &dropout_mask<V>, &adam<V, float>, &adam<V, bf16>, &norm_row<V>},
+                             &dropout_mask<V>, &adam<V, float>, &adam<V, bf16>, &norm_row<V>, &norm_row_backward<V>},
                  .rates = {&fill_rate_memory, nullptr, &hot_rate<V>},
                  .int8 = {},
                  .attention = &attention<V>,

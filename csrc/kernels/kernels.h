@@ -202,6 +202,16 @@ struct NormArgs {
   bf16* out;  // may be x
 };
 
+// The gradient of one row's x, from that of its norm, without a residual.
+struct NormBackwardArgs {
+  int size;
+  const bf16* x;
+  const bf16* weight;
+  float epsilon;
+  const bf16* grad;  // of the norm
+  bf16* out;         // may be grad
+};
+
 // Everything that is not a GEMM. n and cols are multiples of 16, except for adam's n.
 struct VectorKernels {
   bool turned;  // whether the forward GEMM takes and gives transposed pieces
@@ -228,6 +238,7 @@ struct VectorKernels {
   AdamKernel<float> adam_f32;
   AdamKernel<bf16> adam_bf16;
   void (*norm)(const NormArgs&);
+  void (*norm_backward)(const NormBackwardArgs&);
 };
 
 // Attention of one token's query heads that share keys and values, over the tokens [begin, end) of its context. A block

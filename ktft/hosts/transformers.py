@@ -175,7 +175,7 @@ RMS_NORM = Patch(
     f"{MODELING}.*RMSNorm",
     "forward",
     "ktft.model.norms:forward",
-    "On a GPU the norm takes one kernel. transformers replaces this module only by one of the package kernels.",
+    "The norm takes one kernel. transformers replaces this module only by one of the package kernels.",
     on_instances=True,
 )
 SINKS = Patch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -212,8 +213,8 @@ def swap_experts(
         call_usually(block, family)
         if not block._non_persistent_buffers_set:  # transformers would initialize stock experts through their block
             block._is_hf_initialized = True  # type: ignore[assignment]
+    fuse_norms(model, partial(native.runtime, threads, settings.numa_nodes, settings.isa))
     if lanes is not None:
-        fuse_norms(model)
         fuse_rotary(model)
         fuse_sinks(model)
     return experts

@@ -1,6 +1,7 @@
-"""RMSNorm on a GPU by torch's fused kernel: one kernel launch instead of eight, and as few in backward.
+"""RMSNorm in one pass over its input, and one in backward: by torch's fused kernel on a GPU, by ktft's own on a CPU.
 
-With few tokens, the duration of a step is the host's time to launch kernels; a third of the launches are for norms.
+On a GPU with few tokens, the duration of a step is the host's time to launch kernels, and a third of the launches would
+be for norms. On a CPU they would be a fifth of what a layer does around its experts, most of it in fp32 copies.
 """
 
 from __future__ import annotations
@@ -8,50 +9,70 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ktft.device import ACCELERATORS
 from ktft.hosts.transformers import RMS_NORM
+from ktft.native import Runtime
+from ktft.native.norm import MULTIPLE, HostNorm
 
 logger = logging.getLogger("ktft")
 
 DEVICES: Collection[str] = ACCELERATORS.keys()
-"""Device types on which norms are fused; on all others their results are unchanged, bit for bit."""
-_ROUNDING = 2.0**-7  # two last places of bf16, because the fused kernel sums in another order
+"""Device types on which torch has the fused kernel."""
+_ROUNDING = 2.0**-7  # two last places of bf16, because the fused kernels sum in another order
 
 _fused: Any = getattr(torch.ops.aten, "_fused_rms_norm", None)  # torch 2.9 has it
 _agree: weakref.WeakKeyDictionary[nn.Module, dict[object, bool]] = weakref.WeakKeyDictionary()
+Way = Callable[[Any, Tensor], Tensor]
+"""Computes a module's norm of its input."""
 
 
-def fuse_norms(model: nn.Module) -> None:
-    """Make the model's RMSNorms use the fused kernel on a GPU, if on first use its output agrees with the module's.
+def fuse_norms(model: nn.Module, runtime: Callable[[], Runtime] | None = None) -> None:
+    """Make the model's RMSNorms use a fused kernel, if on first use its output agrees with the module's.
 
-    Modules with another formula (weights around zero, a bias) are left unchanged.
+    Modules with another formula (weights around zero, a bias) are left unchanged. `runtime` gives the threads of norms
+    on a CPU, which are left unchanged without it, and where their weight is trained or no bf16.
     """
     for module in model.modules():
         own = dict(module.named_parameters()) | dict(module.named_buffers())
         named = type(module).__name__.endswith("RMSNorm") and list(own) == ["weight"] and own["weight"].dim() == 1
-        if _fused is not None and named and isinstance(_epsilon(module), float):
-            RMS_NORM.put(module, functools.partial(forward, module))
+        if named and isinstance(_epsilon(module), float):
+            RMS_NORM.put(module, functools.partial(forward, module, runtime=runtime))
 
 
 def _epsilon(module: Any) -> Any:
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
-def forward(module: nn.Module, hidden_states: Tensor) -> Tensor:
-    """A norm's output, by the fused kernel if its output agrees with the module's."""
-    if hidden_states.device.type not in DEVICES:
+def forward(module: nn.Module, hidden_states: Tensor, runtime: Callable[[], Runtime] | None = None) -> Tensor:
+    """A norm's output, by a fused kernel if its output agrees with the module's."""
+    way = _way(module, hidden_states, runtime)
+    if way is None:
         return _plain(module, hidden_states)
     known, weight = _agree.setdefault(module, {}), cast(Tensor, module.weight)
     kind = hidden_states.dtype, weight.dtype, hidden_states.device, _epsilon(module)
     if kind not in known:
-        known[kind] = _agrees(module, hidden_states)
-    return _normalized(module, hidden_states) if known[kind] else _plain(module, hidden_states)
+        known[kind] = _agrees(module, hidden_states, way)
+    return way(module, hidden_states) if known[kind] else _plain(module, hidden_states)
+
+
+def _way(module: nn.Module, hidden: Tensor, runtime: Callable[[], Runtime] | None) -> Way | None:
+    """How to compute a norm; None for the module's own way."""
+    if hidden.device.type in DEVICES:
+        return _by_torch if _fused is not None else None
+    weight = cast(Tensor, module.weight)
+    fits = not weight.requires_grad and len(weight) % MULTIPLE == 0 and hidden.shape[-1:] == weight.shape
+    kind = torch.bfloat16, "cpu"
+    on_cpu = all((each.dtype, each.device.type) == kind for each in (hidden, weight))
+    if runtime is None or not fits or not on_cpu or torch.compiler.is_compiling():
+        return None
+    return functools.partial(_on_cpu, runtime)
 
 
 def _plain(module: nn.Module, hidden_states: Tensor) -> Tensor:
@@ -59,7 +80,7 @@ def _plain(module: nn.Module, hidden_states: Tensor) -> Tensor:
     return found
 
 
-def _normalized(module: nn.Module, hidden_states: Tensor) -> Tensor:
+def _by_torch(module: Any, hidden_states: Tensor) -> Tensor:
     """The fused norm. It rounds once, whereas transformers rounds after normalizing and again after weighting."""
     weight: Any = module.weight
     alike = weight.dtype == hidden_states.dtype
@@ -67,11 +88,29 @@ def _normalized(module: nn.Module, hidden_states: Tensor) -> Tensor:
     return found if alike else weight * found
 
 
+def _on_cpu(runtime: Callable[[], Runtime], module: Any, hidden_states: Tensor) -> Tensor:
+    found: Tensor = _HostNorm.apply(HostNorm(runtime(), module.weight.detach(), _epsilon(module)), hidden_states)
+    return found
+
+
+class _HostNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, norm: HostNorm, x: Tensor) -> Tensor:
+        ctx.norm = norm
+        ctx.save_for_backward(x)
+        return norm(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.norm.backward(*ctx.saved_tensors, grad)
+
+
 @torch.no_grad()
-def _agrees(module: nn.Module, like: Tensor) -> bool:
+def _agrees(module: nn.Module, like: Tensor, way: Way) -> bool:
     # Use a separate generator: checkpointing and resuming need torch's generators to advance equally in every pass.
     sample = torch.randn(16, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
-    theirs, ours = _plain(module, sample), _normalized(module, sample)
+    theirs, ours = _plain(module, sample), way(module, sample)
     agrees = theirs.dtype == ours.dtype and torch.allclose(theirs.float(), ours.float(), _ROUNDING, 1e-6)
     if not agrees:
         logger.info("%s is no plain RMSNorm, so it is not fused", type(module).__name__)

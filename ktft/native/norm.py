@@ -58,5 +58,26 @@ class HostNorm:
         self.handle.run(self._runtime, x.data_ptr(), at, x.numel() // self.size, out.data_ptr())
         return out
 
+    def backward(self, x: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of `x`, contiguous, from that of its norm without a residual.
+
+        Args:
+            x, grad: bf16 `[..., size]`, of one shape.
+
+        Raises:
+            ValueError: a shape or a dtype is wrong.
+        """
+        right = all(each.dtype == torch.bfloat16 and each.device == _CPU for each in (x, grad))
+        if not right or x.shape[-1:] != (self.size,) or grad.shape != x.shape:
+            raise ValueError(
+                f"a norm's backward takes two bf16 [..., {self.size}] of one shape in CPU memory, got "
+                + " and ".join(f"{each.dtype} {list(each.shape)} on {each.device}" for each in (x, grad))
+            )
+        x, grad = x.contiguous(), grad.contiguous()
+        out = torch.empty_like(x)
+        rows = x.numel() // self.size
+        self.handle.run_backward(self._runtime, x.data_ptr(), grad.data_ptr(), rows, out.data_ptr())
+        return out
+
 
 _CPU = torch.device("cpu")

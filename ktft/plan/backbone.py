@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
+from ktft import native
 from ktft.adapters.linear import shorten
 from ktft.device import ACCELERATORS, device_of
 from ktft.model.experts import KtftExperts
@@ -124,9 +125,9 @@ def _decoder(model: Any, number: int, work: Workload, device: torch.device) -> n
         for name, parameter in decoder.named_parameters():
             if ".lora_" in name:
                 parameter.data = parameter.data.float()
-    if device.type in ACCELERATORS:  # as training makes the layers
+    fuse_norms(decoder, native.runtime)  # as training makes the layers
+    if device.type in ACCELERATORS:
         shorten(decoder)
-        fuse_norms(decoder)
         fuse_rotary(decoder)
         fuse_sinks(decoder)
     return decoder.train()
