@@ -213,8 +213,10 @@ def swap_experts(
         call_usually(block, family)
         if not block._non_persistent_buffers_set:  # transformers would initialize stock experts through their block
             block._is_hf_initialized = True  # type: ignore[assignment]
-    fuse_norms(model, partial(native.runtime, threads, settings.numa_nodes, settings.isa))
-    if lanes is not None:
+    if lanes is None:
+        fuse_norms(model, partial(native.runtime, threads, settings.numa_nodes, settings.isa))
+    else:
+        fuse_norms(model)
         fuse_rotary(model)
         fuse_sinks(model)
     return experts

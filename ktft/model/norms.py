@@ -68,9 +68,9 @@ def _way(module: nn.Module, hidden: Tensor, runtime: Callable[[], Runtime] | Non
         return _by_torch if _fused is not None else None
     weight = cast(Tensor, module.weight)
     fits = not weight.requires_grad and len(weight) % MULTIPLE == 0 and hidden.shape[-1:] == weight.shape
-    kind = torch.bfloat16, "cpu"
-    on_cpu = all((each.dtype, each.device.type) == kind for each in (hidden, weight))
-    if runtime is None or not fits or not on_cpu or torch.compiler.is_compiling():
+    kinds = {(each.dtype, each.device.type) for each in (hidden, weight)}
+    plain = type(hidden) is Tensor and type(weight) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
+    if runtime is None or not fits or not plain or kinds != {(torch.bfloat16, "cpu")}:
         return None
     return functools.partial(_on_cpu, runtime)
 
