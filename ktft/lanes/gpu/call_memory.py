@@ -13,7 +13,7 @@ from ktft.lanes.gpu.chunks import Chunk
 from ktft.lanes.ops.interface import operations
 from ktft.lanes.routes import ExpertPlaces, Piece
 
-FP32, INT32, INT64 = 4, 4, 8
+FP32, INT64 = 4, 8
 _FACTOR = 0x5851F42D4C957F2D  # that of D. Knuth's MMIX generator, odd and of many bits
 KNOWN_ORDERS = 1024
 """The most orders of experts that stay on the device. Where residents follow the routing, there are ever new ones."""
