@@ -89,21 +89,22 @@ def _by_torch(module: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _on_cpu(runtime: Callable[[], Runtime], module: Any, hidden_states: Tensor) -> Tensor:
-    found: Tensor = _HostNorm.apply(HostNorm(runtime(), module.weight.detach(), _epsilon(module)), hidden_states)
+    found: Tensor = _HostNorm.apply(runtime(), _epsilon(module), hidden_states, module.weight)
     return found
 
 
 class _HostNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, norm: HostNorm, x: Tensor) -> Tensor:
-        ctx.norm = norm
-        ctx.save_for_backward(x)
-        return norm(x)
+    def forward(ctx: Any, runtime: Runtime, epsilon: float, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.runtime, ctx.epsilon = runtime, epsilon
+        ctx.save_for_backward(x, weight)
+        return HostNorm(runtime, weight, epsilon)(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.norm.backward(*ctx.saved_tensors, grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor, None]:
+        x, weight = ctx.saved_tensors  # FSDP2 gives the weight other memory than in forward
+        return None, None, HostNorm(ctx.runtime, weight, ctx.epsilon).backward(x, grad), None
 
 
 @torch.no_grad()
