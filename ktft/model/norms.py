@@ -29,7 +29,7 @@ _ROUNDING = 2.0**-7  # two last places of bf16, because the fused kernels sum in
 
 _fused: Any = getattr(torch.ops.aten, "_fused_rms_norm", None)  # torch 2.9 has it
 _agree: weakref.WeakKeyDictionary[nn.Module, dict[object, bool]] = weakref.WeakKeyDictionary()
-Way = Callable[[Any, Tensor], Tensor]
+_Way = Callable[[Any, Tensor], Tensor]
 """Computes a module's norm of its input."""
 
 
@@ -62,7 +62,7 @@ def forward(module: nn.Module, hidden_states: Tensor, runtime: Callable[[], Runt
     return way(module, hidden_states) if known[kind] else _plain(module, hidden_states)
 
 
-def _way(module: nn.Module, hidden: Tensor, runtime: Callable[[], Runtime] | None) -> Way | None:
+def _way(module: nn.Module, hidden: Tensor, runtime: Callable[[], Runtime] | None) -> _Way | None:
     """How to compute a norm; None for the module's own way."""
     if hidden.device.type in DEVICES:
         return _by_torch if _fused is not None else None
@@ -108,7 +108,7 @@ class _HostNorm(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _agrees(module: nn.Module, like: Tensor, way: Way) -> bool:
+def _agrees(module: nn.Module, like: Tensor, way: _Way) -> bool:
     # Use a separate generator: checkpointing and resuming need torch's generators to advance equally in every pass.
     sample = torch.randn(16, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
     theirs, ours = _plain(module, sample), way(module, sample)

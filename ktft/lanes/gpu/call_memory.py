@@ -73,7 +73,7 @@ class CallMemory:
         self.index = torch.zeros(tokens, top_k, dtype=torch.int64, device=device)
         self.weights, self.grad_weights = (torch.zeros(tokens, top_k, device=device) for _ in range(2))
         self.total = torch.zeros(hidden.shape, device=device)
-        self.told = torch.zeros(experts + 3, dtype=torch.int64, device=device)
+        self.told, self._experts = torch.zeros(experts + 3, dtype=torch.int64, device=device), experts
         mixed = (torch.arange(tokens * top_k, device=device) + 1) * _FACTOR
         self._factors = (mixed ^ mixed >> 29) * _FACTOR | 1
         # Each expert's place among those of all chunks, the expert and the chunk of each place, and the chunks' firsts
@@ -108,14 +108,14 @@ class CallMemory:
         if cut.kind not in self._rows:
             count, total = len(cut.sizes), self.index.numel()
             pieces = -(-total // cut.rows)
-            sizes = pieces * (len(self._table) // 4), total, total
+            sizes = pieces * self._experts, total, total
             made = (torch.zeros(count, size, dtype=torch.int32, device=self.index.device) for size in sizes)
             self._rows[cut.kind] = _SortedRows(*made)
         return self._rows[cut.kind]
 
     def begin(self, cut: CutRows) -> None:
         """Sort the routes by expert, for chunks and pieces of this cut, clear the sums, and note what the host asks."""
-        ops, experts, chunks = operations(self.hidden.device), len(self._table) // 4, len(cut.sizes)
+        ops, experts, chunks = operations(self.hidden.device), self._experts, len(cut.sizes)
         self.total.zero_()
         self.grad_weights.zero_()
         of_expert, expert_of, chunk_of, firsts = self._table.split([experts, experts, experts, experts + 1])

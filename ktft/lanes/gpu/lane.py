@@ -182,14 +182,14 @@ class GpuLane:
     def finish(self) -> None:
         """Wait until all gradients of LoRA are in host memory. LoRA's tensors may change then, too."""
         with self.mutex:
-            wait = self.returning.all()
+            wait = self.returning.arrival_of_all()
         wait()
         self.settle()
 
     def arrival(self) -> Callable[[], None]:
         """A function that waits until the gradients of all calls so far are in host memory, and of no later ones."""
         with self.mutex:
-            return self.returning.so_far()
+            return self.returning.arrival_so_far()
 
     def settle(self) -> None:
         """Wait until all calls so far have copied LoRA's tensors, which may change then."""

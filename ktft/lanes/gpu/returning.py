@@ -53,7 +53,7 @@ class Returning:
         self._transfer.keep(grads[:1], self._transfer.out)  # they share one storage
         self._returned.record(self._transfer.out)
 
-    def all(self) -> Callable[[], None]:
+    def arrival_of_all(self) -> Callable[[], None]:
         """A function that waits until all gradients are in host memory."""
         going, self._going = self._going, []
 
@@ -63,7 +63,7 @@ class Returning:
 
         return wait
 
-    def so_far(self) -> Callable[[], None]:
+    def arrival_so_far(self) -> Callable[[], None]:
         """A function that waits until the gradients of all calls so far are in host memory, and of no later ones."""
         going, event = list(self._going), device_of(self._transfer.device).event(blocking=True)
         event.record(self._transfer.out)

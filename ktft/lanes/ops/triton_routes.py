@@ -76,15 +76,9 @@ def _find_bad(hidden, told, cols, COLS: tl.constexpr):
 
 
 def sort_routes(
-    index: Tensor,
-    factors: Tensor,
-    places: ExpertPlaces,
-    piece_rows: int,
-    ends: Tensor,
-    row_route: Tensor,
-    route_row: Tensor,
-    told: Tensor,
-) -> None:
+    index: Tensor, factors: Tensor, places: ExpertPlaces, piece_rows: int, ends: Tensor, row_route: Tensor,
+    route_row: Tensor, told: Tensor,
+) -> None:  # fmt: skip
     routes, experts = index.numel(), len(places.of_expert)
     pieces = ends.shape[1] // experts
     route_row.fill_(routes)
