@@ -25,6 +25,7 @@ from ktft import native
 from ktft.config import EXPERT_LORA
 from ktft.device import Device
 from ktft.lanes import passes, routes
+from ktft.lanes.decide.placer import Placement
 from ktft.lanes.gpu import steady as steady_lane
 from ktft.lanes.gpu.call_memory import CallMemory, CutRows, PassReport, call_bytes
 from ktft.lanes.gpu.lane import GpuLane
@@ -170,8 +171,10 @@ def test_what_is_not_steady(steady: list[str], monkeypatch: pytest.MonkeyPatch) 
     def step(experts: KtftExperts, lora: ExpertLora | None = lora) -> None:
         checkpointed(experts)(x, index, weights, lora).float().sum().backward()
 
-    for seconds, expected in ((0, []), (passes.IDLE, ["forward", "backward"])):
-        monkeypatch.setattr(passes, "IDLE", seconds)
+    twice = ["forward", "backward"] * 2
+    for allowed, hidden, expected in ((0, 0, []), (passes.IDLE, 0, twice[:2]), (0, 1, twice)):
+        monkeypatch.setattr(passes, "IDLE", allowed)
+        monkeypatch.setattr(Placement, "copies_hidden", hidden)
         idle = make_experts(placement="stream")
         for _ in range(2):
             warm(idle, (17, 3, 0, 64, 9))  # the copy of one would be to no avail
@@ -186,7 +189,7 @@ def test_what_is_not_steady(steady: list[str], monkeypatch: pytest.MonkeyPatch) 
     now_and_then = make_experts(placement="stream")
     for _ in range(5):
         step(now_and_then)
-    assert steady == ["forward", "backward"] * 2
+    assert steady == twice
 
 
 def test_what_a_pass_tells() -> None:

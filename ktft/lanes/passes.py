@@ -22,8 +22,8 @@ from ktft.native import ExpertLayer
 logger = logging.getLogger("ktft")
 
 IDLE = 2e-3
-"""The most seconds for which a pass may copy experts that no token asked for: about half of what it takes the host to
-wait for the routing and to give the GPU its experts by it.
+"""The most seconds by which copies of experts that no token asked for may make a pass longer: about half of what it
+takes the host to wait for the routing and to give the GPU its experts by it.
 """
 DECIDED_AGAIN = 64
 """Of so many passes of a layer one is decided anew, even if all its experts stayed on the GPU before."""
@@ -138,9 +138,9 @@ class Passes:
         if mode != before.mode:
             return False
         idle = sum(not count and expert not in resident for expert, count in enumerate(counts))
-        seconds = idle * layer.packed_bytes / layer.num_experts / placer.rates.copy_in
+        copied = idle * layer.packed_bytes / layer.num_experts / placer.rates.copy_in
         self._steady[layer] = (self._steady[layer] + 1) % DECIDED_AGAIN
-        return seconds <= IDLE and self._steady[layer] > 0
+        return copied <= IDLE + before.placement.copies_hidden and self._steady[layer] > 0
 
     def again(self, before: Pass) -> Pass:
         """Begin the backward of a forward whose CPU lane retained what it needs: each expert runs where it ran."""

@@ -51,6 +51,11 @@ class Placement:
         """The lane that the others wait for."""
         return max(self.seconds, key=lambda lane: self.seconds[lane])
 
+    @property
+    def copies_hidden(self) -> float:
+        """The seconds for which more could be copied while the GPU is at work on what it has."""
+        return max(0.0, self.seconds[Lane.GPU] - self.seconds[Lane.COPY])
+
     def experts(self, where: Where) -> list[int]:
         """The experts whose rows run there."""
         found: list[int] = getattr(self, where)
