@@ -41,6 +41,15 @@ def _write(writes: Sequence[tuple[Future[None], Callable[[], Any]]]) -> None:
             future.set_result(None)
 
 
+def writes(tensors: Iterable[Tensor]) -> bool:
+    """Whether a write to one of these tensors has not ended."""
+    if not _pending:
+        return False
+    with _mutex:
+        found = [_pending.get(id(each)) for each in tensors]
+    return any(future is not None and not future.done() for future in found)
+
+
 def settle(tensors: Iterable[Tensor] | None = None) -> None:
     """Wait until nothing writes to these tensors any more, or to any.
 

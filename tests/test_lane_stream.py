@@ -45,9 +45,9 @@ class Watched:
         buffers = lane._buffers
         for name, ring in (("packed", buffers.packed), ("adapters", buffers.adapters)):
             monkeypatch.setattr(ring, "fill", self._noting(name, ring.fill))
-        numbers = lane._numbers
+        of = lane._slots.of
         monkeypatch.setattr(
-            lane, "_numbers", lambda slots: self._noting("resident", lambda *_: numbers(slots))(0, slots)
+            lane._slots, "of", lambda numbers: self._noting("resident", lambda *_: of(numbers))(0, numbers)
         )
 
     def _noting(self, name: str, fill: Any) -> Any:
@@ -207,6 +207,47 @@ def test_chunks_begun_ahead_are_used_or_dropped(monkeypatch: pytest.MonkeyPatch)
         other = make_layer(HIDDEN, INTERMEDIATE, "k4", ISA)
         lane.prefetch(other, list(range(5)), lora)
         torch.testing.assert_close(Lane(lane)(layer, *inputs, lora), expected)
+
+
+@pytest.mark.parametrize("resident", [0, 2, 5])
+def test_a_steady_call_gets_what_was_prefetched_for_it(monkeypatch: pytest.MonkeyPatch, resident: int) -> None:
+    """LoRA that has changed since is copied again, and a call of another layer drops all."""
+    layer, other = (make_layer(HIDDEN, INTERMEDIATE, "int8", ISA) for _ in range(2))
+    lora = make_lora(HIDDEN, INTERMEDIATE, 4, torch.float32)
+    lane = small(layer, 3)
+    if resident:
+        block = -(-layer.packed_bytes // EXPERTS // 256) * 256
+        Residents(lane, resident * block, [layer]).start({layer: [3, 0, 2, 1, 5]})
+    held = lane.held(layer)
+    parts = [[expert for expert in chunk if expert not in held] for chunk in ([0, 1], [2, 3, 4])]
+    watched = Watched(lane, monkeypatch)
+
+    def call(of: ExpertLayer = layer) -> list[Any]:
+        with lane.using(of, "forward"):
+            chunks = lane.all_chunks(of, lora)
+            for chunk, decoded in zip(chunks, lane.decoded(of, chunks, lora), strict=True):
+                assert chunk.experts == decoded.experts
+                for name, pair in lora.pairs.items():
+                    assert decoded.adapters is not None
+                    assert torch.equal(decoded.adapters.pairs[name].a, pair.a[chunk.experts])
+        return watched.take("adapters")
+
+    lane.prefetch_steady(layer, lora, adapters=True)
+    lane.prefetch_steady(layer, lora, adapters=True)  # the buffers are full
+    assert watched.take("packed") == [part for part in parts if part]
+    assert watched.take("adapters") == [[0, 1], [2, 3, 4]]
+    assert call() == [] and watched.take("packed") == []
+    lane.prefetch_steady(layer, lora, adapters=True)
+    with torch.no_grad():
+        lora.pairs["up_proj"].a.add_(1)
+    watched.take("adapters")
+    assert call() == [[0, 1], [2, 3, 4]]
+    lane.prefetch_steady(layer, lora, adapters=False)
+    assert watched.take("adapters") == []
+    lane.prefetch_steady(layer, lora, adapters=True)
+    watched.take("adapters")
+    assert call(other) == [[0, 1], [2, 3, 4]]
+    assert call() == [[0, 1], [2, 3, 4]]
 
 
 class Replays:

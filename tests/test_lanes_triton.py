@@ -29,7 +29,7 @@ from ktft.dense.formats import layout
 from ktft.lanes.ops import torch_ops, triton_ops
 from ktft.lanes.ops.chunk import decode
 from ktft.lanes.ops.weights import ChunkWeights
-from ktft.lanes.routes import PIECE_ROWS, ExpertPlaces
+from ktft.lanes.routes import PIECE_ROWS, ChunkBounds
 from ktft.lora import ExpertLora
 from ktft.native.dense import pack_dense
 from ktft.swiglu import GELU_TANH, RELU2, Swiglu, clamped_after
@@ -48,22 +48,27 @@ def test_decode(fmt: str) -> None:
     assert torch.equal(ours.down.values, expected.down.values)
 
 
+@pytest.mark.parametrize("slots", [[4, 1, 2], [4, -2, 1], [-1, -3, -2]])
 @pytest.mark.parametrize("fmt", EXPERT_FORMATS)
-def test_decode_of_some_blocks_of_an_arena(fmt: str) -> None:
-    """Residents lie in any blocks, with the slices of an expert one behind the other."""
+def test_decode_of_residents_and_copies(fmt: str, slots: list[int]) -> None:
+    """Residents lie in any blocks of an arena, with the slices of an expert one behind the other; the others in rows of
+    a buffer.
+    """
     layer, device = make_layer(160, 288, fmt, native.default_isa(), nodes=2), torch.device(DEVICE)
-    packed, slots = blocks(layer, [3, 0], device), torch.tensor([4, 1], dtype=torch.int32, device=device)
+    packed, numbers = blocks(layer, [3, 0, 2], device), torch.tensor(slots, dtype=torch.int32, device=device)
     arena, at = torch.zeros(6, sum(each.shape[1] for each in packed) + 256, dtype=torch.uint8, device=device), 0
-    places = []
+    held, copied = [], []
     for each in packed:
-        places.append(arena[:, at : at + each.shape[1]])
-        places[-1][slots.long()] = each
+        held.append(arena[:, at : at + each.shape[1]])
+        copied.append(torch.zeros(4, each.shape[1], dtype=torch.uint8, device=device))
+        for slot, block in zip(slots, each, strict=True):
+            (held if slot >= 0 else copied)[-1][slot if slot >= 0 else -1 - slot] = block
         at += each.shape[1]
-    ours, expected = ChunkWeights.empty(layer, 2, None, device), decoded(layer, [3, 0], None, device, torch_ops)
+    ours, expected = ChunkWeights.empty(layer, 3, None, device), decoded(layer, [3, 0, 2], None, device, torch_ops)
     for ops in (torch_ops, triton_ops):
         for matrix in (ours.gate_up, ours.down):
             matrix.values.fill_(torch.nan)
-        decode(fmt, layer.slices(), places, ours, ops, slots)
+        decode(fmt, layer.slices(), copied, ours, ops, numbers, held)
         assert torch.equal(ours.gate_up.values, expected.gate_up.values)
         assert torch.equal(ours.down.values, expected.down.values)
 
@@ -107,29 +112,24 @@ def test_sort_routes(experts: int, sizes: tuple[int, ...], piece_rows: int) -> N
     """More routes than one block has, experts without any, some that do not exist, and values that are not finite."""
     tokens, top_k, random = 700, 3, torch.Generator().manual_seed(experts)
     index = torch.randint(max(1, experts // 2), experts + 1, (tokens, top_k), generator=random)
-    hidden, order = torch.full((tokens, 1500), 3e38), torch.randperm(experts, generator=random)
+    hidden, pieces = torch.full((tokens, 1500), 3e38), -(-tokens * top_k // piece_rows)
     factors = torch.randint(2**62, (tokens * top_k,), generator=random)
-    chunk_of = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    firsts, pieces = torch.tensor([0, *sizes]).cumsum(0), -(-tokens * top_k // piece_rows)
     for stray, bad in ((None, None), (-7, 690), (experts + 2, 0)):
         index = index.clamp(0, experts - 1) if stray is None else index.index_fill(0, torch.tensor(5), stray)
         if bad is not None:
             hidden[bad, 1400] = torch.nan if bad else -torch.inf
         found = []
         for ops in (torch_ops, triton_ops):
-            places = ExpertPlaces(
-                *(each.to(torch.int32).to(DEVICE) for each in (order, order.argsort(), chunk_of, firsts)),
-                sizes,
-            )
+            bounds = ChunkBounds.of(sizes, torch.device(DEVICE))
             ends = torch.full((len(sizes), pieces * experts), -1, dtype=torch.int32, device=DEVICE)
             row_route, route_row = (
                 torch.zeros(len(sizes), tokens * top_k, dtype=torch.int32, device=DEVICE) for _ in range(2)
             )
             told = torch.zeros(experts + 3, dtype=torch.int64, device=DEVICE)
-            given = index.to(DEVICE), factors.to(DEVICE), places, piece_rows
+            given = index.to(DEVICE), factors.to(DEVICE), bounds, piece_rows
             ops.sort_routes(*given, ends, row_route, route_row, told)
             ops.find_bad(hidden.to(DEVICE), told)
-            rows = [int(counts.sum()) for counts in told[:experts][places.expert_of.long()].split(sizes)]
+            rows = [int(counts.sum()) for counts in told[:experts].split(sizes)]
             routes = torch.cat([own[:count] for own, count in zip(row_route, rows, strict=True)])
             found.append([each.cpu() for each in (ends, routes, route_row, told)])
         assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

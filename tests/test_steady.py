@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +32,7 @@ from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.residents import STEPS
 from ktft.lanes.gpu.steady import SteadyLane
 from ktft.lanes.steady_call import Steady, go_back
+from ktft.late import settle, write_later
 from ktft.lora import ExpertLora
 from ktft.model.experts import KtftExperts
 
@@ -99,6 +100,36 @@ def test_contract(steady: list[str], monkeypatch: pytest.MonkeyPatch, fmt: str) 
     assert steady == ["forward", "backward"]
 
 
+def test_lora_travels_ahead_within_a_step(steady: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for the next step's first pass, since an optimizer's step comes between, and not while one still writes."""
+    experts, lora = make_experts(placement="stream"), make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32)
+    assert experts.laned is not None
+    experts.laned.lanes.layers.append(experts.layer)
+    seen, original = [], SteadyLane.backward
+
+    def looking(lane: SteadyLane, *args: Any) -> Any:
+        seen.append(lane._lane._ahead.has_adapters())
+        return original(lane, *args)
+
+    monkeypatch.setattr(SteadyLane, "backward", looking)
+    hold, done = threading.Event(), threading.Event()
+
+    def write() -> None:
+        assert hold.wait(60)
+        done.set()
+
+    for writes in (False, False, True):
+        x, index, weights = inputs_for(USED, HIDDEN)
+        if writes:
+            write_later([(lora.parameters()[:1], write)])
+        checkpointed(experts)(x, index, weights, lora).float().sum().backward()
+        running = experts.laned.lanes.running
+        assert running is not None and not running.gpu._ahead.has_adapters()
+    assert seen == [True, False] and not done.is_set()
+    hold.set()
+    settle()
+
+
 def test_dropout(steady: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call has the masks of its own seed; the first one of its size and dtype is not steady."""
     monkeypatch.setattr(passes, "_alike", lambda *_: True)
@@ -119,10 +150,10 @@ def test_several_pieces(steady: list[str], monkeypatch: pytest.MonkeyPatch) -> N
     assert steady == ["forward", "backward"]
 
 
-@pytest.mark.parametrize("resident", [3, 5])
+@pytest.mark.parametrize("resident", [1, 3, 5])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_residents(steady: list[str], monkeypatch: pytest.MonkeyPatch, resident: int, dropout: float) -> None:
-    """If all of a layer's experts stay on the GPU, its chunks, of 3 and 2 experts, are queued as one."""
+    """If most of a layer's experts stay on the GPU, its chunks, of 2 and 3 experts, are queued as one."""
     monkeypatch.setattr(passes, "_alike", lambda *_: True)
     at_once: list[int] = []
     original = GpuLane.at_once
@@ -143,7 +174,7 @@ def test_residents(steady: list[str], monkeypatch: pytest.MonkeyPatch, resident:
         del steady[:], at_once[:]
         compare(experts, checkpointed(experts), torch.float32, **oracle)
     assert steady == ["forward", "backward"]
-    assert at_once == ([2, 2] if resident == 5 else [])
+    assert at_once == ([2, 2] if resident > 1 else [])
 
 
 @pytest.mark.parametrize("limit", ["EMPTY_PIECES", "SIZES_BYTES", "free"])
@@ -202,31 +233,12 @@ def test_what_a_pass_tells() -> None:
         memory = CallMemory(hidden, 2, 4)
         memory.hidden.copy_(hidden)
         memory.index.copy_(routing)
-        chunks: Any = [SimpleNamespace(experts=[3, 1]), SimpleNamespace(experts=[0, 2])]
-        memory.begin(CutRows(memory.arrange(chunks), 16))
+        memory.begin(CutRows((2, 2), 16))
         told.append(PassReport.of(memory.told.tolist()))
     assert [(each.counts, each.stray, each.bad_token) for each in told] == [
         ([3, 2, 3, 0], 0, bad) for bad in (-1, 2, 0)
     ]
     assert told[0].routing == told[2].routing != told[1].routing
-
-
-def test_memory_of_a_call_does_not_grow_with_the_orders_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktft.lanes.gpu.call_memory.KNOWN_ORDERS", 1)
-    memory = CallMemory(torch.zeros(50, HIDDEN), 3, 5)
-    memory.index.copy_(torch.stack([torch.randperm(5)[:3] for _ in range(50)]))
-    flat, places = memory.index.view(-1), set()
-    for order in ([[3, 1], [0, 2, 4]], [[4, 0, 1], [2, 3]], [[0], [1, 2, 3, 4]], [[3, 1], [0, 2, 4]]):
-        chunks: Any = [SimpleNamespace(experts=experts) for experts in order]
-        cut = CutRows(memory.arrange(chunks), 40)
-        memory.begin(cut)
-        for number, experts in enumerate(order):
-            pieces = memory.pieces(cut, number)
-            places.add(pieces[0].row_route.data_ptr())
-            routes = torch.cat([piece.row_route[: piece.ends[-1]] for piece in pieces])
-            assert flat[routes].tolist() == [expert for expert in experts for _ in range(int((flat == expert).sum()))]
-            assert torch.equal(pieces[0].route_row[routes], torch.arange(len(routes), dtype=torch.int32))
-    assert len(places) == 2 and len(memory._tables) == 1
 
 
 @pytest.mark.parametrize("bad", ["hidden", "low", "high"])

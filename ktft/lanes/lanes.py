@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from ktft import spans
+from ktft import late, spans
 from ktft.config import Settings
 from ktft.device import ACCELERATORS, device_of
 from ktft.lanes.gpu.call_memory import PassReport
@@ -254,11 +254,16 @@ class DeviceLanes:
                 self.gpu.prefetch(before.layer, before.placement.ahead, before.lora)
 
     def _prefetch_all(self, layer: ExpertLayer, work: Work) -> None:
-        """Begin to copy the experts of the pass after a steady one, which is probably steady as well."""
+        """Begin to copy the experts of the pass after a steady one, which is probably steady as well. LoRA is the same
+        in it, unless an optimizer's step comes between or still writes.
+        """
+        following = -1 if work == Work.BACKWARD else 1
         with self._mutex:
-            before = self._passes.last.get(self._next(layer, work, -1 if work == Work.BACKWARD else 1))
+            before = self._passes.last.get(self._next(layer, work, following))
             if before is not None and not before.placement.cpu:
-                self.gpu.prefetch(before.layer, range(before.layer.num_experts), before.lora)
+                stays = work == before.work or following > 0
+                stays = stays and before.lora is not None and not late.writes(before.lora.parameters())
+                self.gpu.prefetch_steady(before.layer, before.lora, adapters=stays)
 
     def _next(self, layer: ExpertLayer, work: Work, following: int) -> tuple[ExpertLayer, Work]:
         """The pass after one of this layer: that of the layer `following` places after it. But the last layer's

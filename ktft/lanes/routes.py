@@ -71,22 +71,25 @@ class Piece:
         return [(g, slice(begin, end)) for g, (begin, end) in enumerate(itertools.pairwise([0, *ends])) if begin < end]
 
 
-class ExpertPlaces(NamedTuple):
-    """The order of a layer's experts in its chunks, C in number. Tensors are on the device.
+class ChunkBounds(NamedTuple):
+    """A layer's experts in the order of their numbers, cut into C chunks. Tensors are on the device.
 
     Attributes:
-        of_expert: int32 `[E]`: each expert's place.
-        expert_of: int32 `[E]`: the expert of each place.
-        chunk_of: int32 `[E]`: the chunk of each place.
-        firsts: int32 `[C + 1]`: each chunk's first place, and E.
+        chunk_of: int32 `[E]`: the chunk of each expert.
+        firsts: int32 `[C + 1]`: each chunk's first expert, and E.
         sizes: the number of each chunk's experts.
     """
 
-    of_expert: Tensor
-    expert_of: Tensor
     chunk_of: Tensor
     firsts: Tensor
     sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sizes: tuple[int, ...], device: torch.device) -> ChunkBounds:
+        chunk_of = [number for number, size in enumerate(sizes) for _ in range(size)]
+        firsts = list(itertools.accumulate(sizes, initial=0))
+        on_device = [torch.tensor(each, dtype=torch.int32).to(device) for each in (chunk_of, firsts)]
+        return cls(on_device[0], on_device[1], sizes)
 
 
 ChunkRows = list[Piece]

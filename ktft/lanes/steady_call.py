@@ -63,12 +63,11 @@ class SteadyCall:
         return of_hidden, of_weights.to(weights.dtype), *lora
 
     def _look(self, tokens: int, told: PassReport) -> None:
-        """Check and count the routing."""
+        """Check and count the routing. Residents do not follow it, since a steady pass saves any expert's copy."""
         if told.bad_token >= 0:
             raise ValueError(not_finite(self.layer.name, told.bad_token, tokens))
         if told.stray:
             raise ValueError(wrong_expert(self.layer, told.stray))
-        self.lanes.observe(self.layer, told.counts)
         if self.record is not None:
             self.record.add(told.counts, tokens)
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ktft.lanes.gpu.chunks import Chunk
 from ktft.lanes.ops.interface import operations
-from ktft.lanes.routes import ExpertPlaces, Piece
+from ktft.lanes.routes import ChunkBounds, Piece
 
 FP32, INT64 = 4, 8
 _FACTOR = 0x5851F42D4C957F2D  # that of D. Knuth's MMIX generator, odd and of many bits
-KNOWN_ORDERS = 1024
-"""The most orders of experts that stay on the device. Where residents follow the routing, there are ever new ones."""
 
 
 def call_bytes(tokens: int, top_k: int, hidden_size: int, value_bytes: int) -> int:
@@ -25,15 +20,12 @@ def call_bytes(tokens: int, top_k: int, hidden_size: int, value_bytes: int) -> i
 
 
 class CutRows(NamedTuple):
-    """How the rows of a call are cut: the number of experts of each chunk, and the most rows of a piece."""
+    """How the rows of a call are cut: the number of experts of each chunk, in the order of their numbers, and the most
+    rows of a piece.
+    """
 
     sizes: tuple[int, ...]
     rows: int
-
-    @property
-    def kind(self) -> tuple[int, int]:
-        """Equal for cuts whose rows are sorted by the same kernels, in the same memory."""
-        return len(self.sizes), self.rows
 
 
 class PassReport(NamedTuple):
@@ -76,25 +68,7 @@ class CallMemory:
         self.told, self._experts = torch.zeros(experts + 3, dtype=torch.int64, device=device), experts
         mixed = (torch.arange(tokens * top_k, device=device) + 1) * _FACTOR
         self._factors = (mixed ^ mixed >> 29) * _FACTOR | 1
-        # Each expert's place among those of all chunks, the expert and the chunk of each place, and the chunks' firsts
-        self._table = torch.zeros(4 * experts + 1, dtype=torch.int32, device=device)
-        self._tables: dict[tuple[object, ...], Tensor] = {}
-        self._arranged: tuple[object, ...] = ()
-        self._rows: dict[tuple[int, int], _SortedRows] = {}
-
-    def arrange(self, chunks: Sequence[Chunk]) -> tuple[int, ...]:
-        """Take the experts in this order. Returns the number of each chunk's."""
-        sizes = tuple(len(chunk.experts) for chunk in chunks)
-        order = sizes, *itertools.chain.from_iterable(chunk.experts for chunk in chunks)
-        if order not in self._tables:
-            if len(self._tables) >= KNOWN_ORDERS:
-                self._tables.clear()
-            self._tables[order] = _table_of(chunks).to(self._table.device)
-        if order != self._arranged:
-            table = self._tables[order]
-            self._table[: len(table)].copy_(table)
-            self._arranged = order
-        return sizes
+        self._rows: dict[CutRows, _SortedRows] = {}
 
     def pieces(self, cut: CutRows, number: int) -> list[Piece]:
         """The rows of a chunk's experts, as `begin` leaves them, in pieces that have room for all rows of the call."""
@@ -105,36 +79,27 @@ class CallMemory:
         return [Piece(at, None, own, part, rows.route_row[number], self.index.shape[1]) for at, own, part in parts]
 
     def _of(self, cut: CutRows) -> _SortedRows:
-        if cut.kind not in self._rows:
-            count, total = len(cut.sizes), self.index.numel()
+        if cut not in self._rows:
+            count, total, device = len(cut.sizes), self.index.numel(), self.index.device
             pieces = -(-total // cut.rows)
             sizes = pieces * self._experts, total, total
-            made = (torch.zeros(count, size, dtype=torch.int32, device=self.index.device) for size in sizes)
-            self._rows[cut.kind] = _SortedRows(*made)
-        return self._rows[cut.kind]
+            made = (torch.zeros(count, size, dtype=torch.int32, device=device) for size in sizes)
+            self._rows[cut] = _SortedRows(ChunkBounds.of(cut.sizes, device), *made)
+        return self._rows[cut]
 
     def begin(self, cut: CutRows) -> None:
         """Sort the routes by expert, for chunks and pieces of this cut, clear the sums, and note what the host asks."""
-        ops, experts, chunks = operations(self.hidden.device), self._experts, len(cut.sizes)
+        ops, (bounds, ends, row_route, route_row) = operations(self.hidden.device), self._of(cut)
         self.total.zero_()
         self.grad_weights.zero_()
-        of_expert, expert_of, chunk_of, firsts = self._table.split([experts, experts, experts, experts + 1])
-        places = ExpertPlaces(of_expert, expert_of, chunk_of, firsts[: chunks + 1], cut.sizes)
-        ops.sort_routes(self.index, self._factors, places, cut.rows, *self._of(cut), self.told)
+        ops.sort_routes(self.index, self._factors, bounds, cut.rows, ends, row_route, route_row, self.told)
         ops.find_bad(self.hidden, self.told)
 
 
 class _SortedRows(NamedTuple):
-    """The rows of a number of chunks, as of `Operations.sort_routes`, which writes them."""
+    """How experts are cut, and the rows of the chunks, as of `Operations.sort_routes`, which writes them."""
 
+    bounds: ChunkBounds
     ends: Tensor
     row_route: Tensor
     route_row: Tensor
-
-
-def _table_of(chunks: Sequence[Chunk]) -> Tensor:
-    """What `ExpertPlaces` has for experts in this order, one after the other."""
-    experts = torch.tensor([expert for chunk in chunks for expert in chunk.experts])
-    chunk_of = torch.tensor([number for number, chunk in enumerate(chunks) for _ in chunk.experts])
-    firsts = torch.tensor([0, *(len(chunk.experts) for chunk in chunks)]).cumsum(0)
-    return torch.cat((experts.argsort(), experts, chunk_of, firsts)).to(torch.int32)

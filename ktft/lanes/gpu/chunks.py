@@ -39,14 +39,16 @@ class Chunk:
 
     Attributes:
         layout: their layer's.
-        slots: int32 on the device, their blocks among the residents; None if they are streamed.
-        packed: where their packed bytes are copied to, once that has begun; None for residents.
+        streamed: those whose packed bytes are copied; the others are residents.
+        slots: int32 on the device, where each expert lies, as `decode` takes it; None if all are streamed.
+        packed: where packed bytes are copied to, once that has begun.
         adapters: likewise their LoRA.
         steady: whether it belongs to a steady pass.
     """
 
     layout: ChunkLayout
     experts: list[int]
+    streamed: list[int]
     slots: Tensor | None = None
     packed: RingPlace | None = None
     adapters: RingPlace | None = None
@@ -54,10 +56,11 @@ class Chunk:
 
 
 def cut(layout: ChunkLayout, experts: Sequence[int]) -> Iterator[Chunk]:
-    """Cut experts into chunks of about the same size."""
+    """Cut experts, all of them streamed, into chunks of about the same size."""
     count = -(-len(experts) // layout.capacity)
     for i in range(count):
-        yield Chunk(layout, list(experts[len(experts) * i // count : len(experts) * (i + 1) // count]))
+        own = list(experts[len(experts) * i // count : len(experts) * (i + 1) // count])
+        yield Chunk(layout, own, own)
 
 
 class Kernels(NamedTuple):

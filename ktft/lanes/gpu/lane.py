@@ -7,7 +7,6 @@ buffer of decoded weights. Events order the streams, so the host waits for nothi
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,8 +22,10 @@ from ktft.lanes.decide.placer import Coming
 from ktft.lanes.gpu.buffers import Buffers, ChunkLayout
 from ktft.lanes.gpu.chunks import Chunk, DecodedChunk, ResidentBlocks, cut, kernels_of
 from ktft.lanes.gpu.graphs import Recorded
+from ktft.lanes.gpu.prefetched import Prefetched
 from ktft.lanes.gpu.returning import Returning
 from ktft.lanes.gpu.rings import RingPlace
+from ktft.lanes.gpu.steady_chunks import Slots, SteadyChunks, steady_chunks
 from ktft.lanes.gpu.transfer import transfer
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, decode
 from ktft.lanes.ops.dropout import room_for_streams, write_streams
@@ -35,8 +36,6 @@ from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
 from ktft.system import readable
 
-KNOWN_SLOTS = 4096
-"""The most sets of residents whose numbers stay on the device."""
 CHUNK_BYTES = 320 << 20
 """The most packed bytes of a chunk. Larger chunks mean fewer kernels for the host to launch in each layer."""
 
@@ -71,12 +70,9 @@ class GpuLane:
         self.residents: ResidentBlocks | None = None
         self._buffers = Buffers(self.transfer, chunk_bytes, limit)
         self._recorded = Recorded(device, on=by_triton(device))
-        self._ahead: list[Chunk] = []  # prefetched
-        self._slots: dict[tuple[int, ...], Tensor] = {}
-        # Layers whose experts are all resident: what their chunks depend on, and these
-        self._whole: weakref.WeakKeyDictionary[ExpertLayer, tuple[ChunkLayout, int, list[Chunk]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._ahead = Prefetched(self._buffers)
+        self._slots = Slots(device)
+        self._steady: weakref.WeakKeyDictionary[ExpertLayer, SteadyChunks] = weakref.WeakKeyDictionary()
         self.returning = Returning(self.transfer)
         self.used, self._arrived = (self.transfer.event() for _ in range(2))
         self.mutex = threading.RLock()
@@ -202,30 +198,33 @@ class GpuLane:
         of another layer drops them all. `lora` are the adapters of that call, of which nothing is copied yet.
         """
         with self.using(layer, "prefetch"):
-            if self._ahead or not self.streams(layer):
+            if self._ahead.chunks or not self.streams(layer):
                 return
             layout, held = self._layout(layer, lora), self._held(layer)
-            chunks = cut(layout, sorted(e for e in experts if e not in held))
-            for chunk in itertools.islice(chunks, len(layout.packed)):
-                chunk.packed = self._buffers.packed.fill(layout.packed, chunk.experts)
-                self._ahead.append(chunk)
+            self._ahead.fill(cut(layout, sorted(e for e in experts if e not in held)))
+
+    def prefetch_steady(self, layer: ExpertLayer, lora: ExpertLora | None, adapters: bool) -> None:
+        """Begin to copy what the layer's next call needs if it is steady: packed experts and, with `adapters`, LoRA, of
+        as many chunks as the buffers hold. LoRA that changes before the call is copied again.
+        """
+        with self.using(layer, "prefetch"):
+            known = self._steady_chunks(layer, lora)
+            if adapters and lora is not None and not self._ahead.has_adapters():
+                self._ahead.fill_adapters(known.layout, lora, known.chunks)
+                self._arrived.record(self.transfer.into)
+            if not self._ahead.chunks:
+                streamed = (chunk.streamed for chunk in known.chunks if chunk.streamed)
+                self._ahead.fill(Chunk(known.layout, experts, experts) for experts in streamed)
 
     def forget(self) -> None:
-        """Drop the prefetched chunks, so that the next call begins with nothing in flight."""
+        """Drop what was prefetched, so that the next call begins with nothing in flight."""
         with self.mutex:
-            self._buffers.packed.turn_back(len(self._ahead))
-            self._ahead.clear()
+            self._ahead.forget()
 
     def coming(self, layer: ExpertLayer, lora: ExpertLora | None) -> Coming:
         """The experts that `prefetch` began to copy for a call of this layer with these adapters."""
         with self.mutex:
-            if not self._ahead or self._ahead[0].layout is not self._layout(layer, lora):
-                return Coming()
-            sizes = [len(chunk.experts) for chunk in self._ahead]
-            there = sum(chunk.packed is not None and chunk.packed.there() for chunk in self._ahead)
-            # The chunk that is being copied counts as half arrived, for nothing says how far it is
-            arrived = sum(sizes[:there]) + sum(sizes[there : there + 1]) / 2
-            return Coming([expert for chunk in self._ahead for expert in chunk.experts], arrived)
+            return self._ahead.coming(self._layout(layer, lora)) if self._ahead.chunks else Coming()
 
     def _chunks(
         self, layer: ExpertLayer, experts: Sequence[int], routes: Routes, lora: ExpertLora | None
@@ -245,52 +244,59 @@ class GpuLane:
             return -(-layer.num_experts // self._layout(layer, lora).capacity)
 
     def all_chunks(self, layer: ExpertLayer, lora: ExpertLora | None) -> list[Chunk]:
-        """All experts of a layer in chunks, for `decoded`. Call it within `using`."""
-        layout, residents = self._layout(layer, lora), self.residents
-        if self._ahead or residents is None or self.streams(layer):
-            return self._steady_chunks(layer, layout)
-        known = self._whole.get(layer)
-        if known is None or known[0] is not layout or known[1] != residents.moved:
-            self._whole[layer] = known = layout, residents.moved, self._steady_chunks(layer, layout)
-        return [replace(chunk, adapters=None) for chunk in known[2]]
-
-    def _steady_chunks(self, layer: ExpertLayer, layout: ChunkLayout) -> list[Chunk]:
-        chunks = self._cut_up(layer, layout, range(layer.num_experts), [1] * layer.num_experts)
-        for chunk in chunks:
-            chunk.steady = True
+        """All experts of a layer in chunks, the same in every call, for `decoded` or `at_once`. Call it within
+        `using`.
+        """
+        chunks = [replace(chunk) for chunk in self._steady_chunks(layer, lora).chunks]
+        self._ahead.give_to(chunks, lora)
         return chunks
 
+    def _steady_chunks(self, layer: ExpertLayer, lora: ExpertLora | None) -> SteadyChunks:
+        layout, residents = self._layout(layer, lora), self.residents
+        moved, known = residents.moved if residents is not None else 0, self._steady.get(layer)
+        if known is not None and known.layout is layout and known.moved == moved:
+            return known
+        slots = self._slots if layout.blocks else None
+        self._steady[layer] = known = steady_chunks(layout, moved, layer.num_experts, self._held(layer), slots)
+        return known
+
     def go_at_once(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether `at_once` takes these chunks of a layer: nothing streams in, and half of the buffers for LoRA, beside
-        those of the layer before, has room for all.
+        """Whether `at_once` takes these chunks of a layer: half of the buffers, beside those of the layer before, has
+        room for all, and most experts are residents. If more stream in, the next copies should not wait for products.
         """
-        adapters = chunks[0].layout.adapters if chunks else []
-        fit = not adapters or len(chunks) <= len(adapters) // 2
-        return fit and all(chunk.slots is not None for chunk in chunks)
+        if not chunks:
+            return True
+        layout, streaming = chunks[0].layout, [chunk for chunk in chunks if chunk.streamed]
+        fit = not layout.adapters or len(chunks) <= len(layout.adapters) // 2
+        few = all(2 * len(chunk.streamed) <= len(chunk.experts) for chunk in streaming)
+        return fit and few and len(streaming) <= len(layout.packed) // 2
 
     @contextlib.contextmanager
     def at_once(
         self, layer: ExpertLayer, chunks: Sequence[Chunk], lora: ExpertLora | None
     ) -> Iterator[list[DecodedChunk]]:
         """A block that queues all chunks of a layer, each with what is `left` of it. Use it within `using`."""
-        compute, held = self.transfer.compute(), self._held(layer)
+        compute, slots = self.transfer.compute(), self._steady[layer].slots
         self.used.wait(compute)
-        assert self.residents is not None
-        self.residents.arrived.wait(compute)
-        numbers = self._numbers(tuple(held[expert] for chunk in chunks for expert in chunk.experts))
-        slots = self._buffers.slots[: len(numbers)]
-        slots.copy_(numbers)
-        parts = slots.split([len(chunk.experts) for chunk in chunks])
+        parts: Sequence[Tensor | None] = [None] * len(chunks)
+        if slots is not None and self.residents is not None:
+            self.residents.arrived.wait(compute)
+            own = self._buffers.slots[: len(slots)]
+            own.copy_(slots)
+            parts = own.split([len(chunk.experts) for chunk in chunks])
         found = []
-        for chunk, own in zip(map(self._begun, chunks), parts, strict=True):
-            found.append(self._decoding(layer, chunk, own))
+        for chunk, part in zip(map(self._begun, chunks), parts, strict=True):
+            if chunk.packed is not None:
+                chunk.packed.wait(compute)
+            found.append(self._decoding(layer, chunk, part))
             if lora is not None and chunk.adapters is not None:
                 chunk.adapters.wait(compute)
                 found[-1].place(chunk, chunk.adapters, lora)
         yield found
         for chunk in chunks:
-            if chunk.adapters is not None:
-                chunk.adapters.buffer.free.record(compute)
+            for place in (chunk.packed, chunk.adapters):
+                if place is not None:
+                    place.buffer.free.record(compute)
         self._arrived.record(self.transfer.into)
         self.used.record(compute)
 
@@ -335,9 +341,9 @@ class GpuLane:
     def _begun(self, chunk: Chunk) -> Chunk:
         """The chunk, whose copies have begun."""
         layout = chunk.layout
-        if chunk.packed is None and chunk.slots is None:
-            chunk.packed = self._buffers.packed.fill(layout.packed, chunk.experts)
-        if layout.adapters:
+        if chunk.packed is None and chunk.streamed:
+            chunk.packed = self._buffers.packed.fill(layout.packed, chunk.streamed)
+        if chunk.adapters is None and layout.adapters:
             chunk.adapters = self._buffers.adapters.fill(layout.adapters, chunk.experts)
         return chunk
 
@@ -346,14 +352,11 @@ class GpuLane:
     ) -> list[Chunk]:
         """All chunks of this call: those that were prefetched and that it needs, then residents, then the rest."""
         wanted = set(experts).union(e for e, rows in enumerate(counts) if not rows)
-        needed = itertools.takewhile(lambda c: c.layout is layout and wanted.issuperset(c.experts), self._ahead)
-        ahead = list(needed)
-        self._buffers.packed.turn_back(len(self._ahead) - len(ahead))
-        self._ahead.clear()
+        ahead = self._ahead.take(layout, wanted)
         left, held = set(experts).difference(*(chunk.experts for chunk in ahead)), self._held(layer)
         residents = list(cut(layout, sorted(e for e in left if e in held)))
         for chunk in residents:
-            chunk.slots = self._numbers(tuple(held[expert] for expert in chunk.experts))
+            chunk.slots, chunk.streamed = self._slots.of(tuple(held[expert] for expert in chunk.experts)), []
         return [*ahead, *residents, *cut(layout, sorted(e for e in left if e not in held))]
 
     def _layout(self, layer: ExpertLayer, lora: ExpertLora | None) -> ChunkLayout:
@@ -366,8 +369,8 @@ class GpuLane:
         slots = None
         if chunk.packed is not None:
             chunk.packed.wait(compute)
-        else:
-            assert self.residents is not None and chunk.slots is not None
+        if chunk.slots is not None:
+            assert self.residents is not None
             self.residents.arrived.wait(compute)
             slots = self._buffers.slots[: len(chunk.experts)]
             slots.copy_(chunk.slots)
@@ -375,28 +378,15 @@ class GpuLane:
 
     @staticmethod
     def _decoding(layer: ExpertLayer, chunk: Chunk, slots: Tensor | None) -> DecodedChunk:
-        """A chunk that is left to be decoded; `slots` are the blocks of its residents."""
-        layout, count, packed = chunk.layout, len(chunk.experts), chunk.packed
-        weights, blocks = layout.decoded(count), layout.blocks
-        if slots is None:
-            assert packed is not None
-            blocks, addresses = packed.first(count), packed.addresses
-        else:
-            addresses = tuple(each.data_ptr() for each in (slots, *blocks))
-        work = partial(decode, layer.format, layout.slices, blocks, weights, slots=slots)
+        """A chunk that is left to be decoded; `slots` are its own, in memory that recorded kernels read."""
+        layout, count = chunk.layout, len(chunk.experts)
+        weights, place = layout.decoded(count), chunk.packed or layout.packed[0]
+        blocks, addresses, held = place.first(count), place.addresses, list[Tensor]()
+        if slots is not None:
+            blocks, held = place.views, layout.blocks
+            addresses = *addresses, *(each.data_ptr() for each in (slots, *held))
+        work = partial(decode, layer.format, layout.slices, blocks, weights, slots=slots, held=held)
         return DecodedChunk(chunk.experts, weights, left=[kernels_of(chunk, addresses, work)])
-
-    def _numbers(self, slots: tuple[int, ...]) -> Tensor:
-        """Numbers of blocks on the device. Most calls of a layer need those of the call before."""
-        if slots not in self._slots:
-            if len(self._slots) >= KNOWN_SLOTS:
-                self._slots.clear()
-            with torch.inference_mode(False):
-                numbers = torch.tensor(slots, dtype=torch.int32, device="cpu")
-                if device_of(self.device).pin_memory:
-                    numbers = numbers.pin_memory()
-                self._slots[slots] = numbers.to(self.device, non_blocking=True)
-        return self._slots[slots]
 
     @contextlib.contextmanager
     def using(self, layer: ExpertLayer, work: str) -> Iterator[None]:
@@ -407,7 +397,7 @@ class GpuLane:
             try:
                 yield
             except BaseException as error:
-                self._ahead.clear()
+                self._ahead.forget()
                 with contextlib.suppress(RuntimeError):  # the CUDA context may be broken; then nothing runs in it
                     self.transfer.synchronize()
                 if isinstance(error, torch.OutOfMemoryError):

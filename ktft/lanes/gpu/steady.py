@@ -165,7 +165,8 @@ class SteadyLane:
         memory.hidden.copy_(hidden)
         memory.index.copy_(top_k_index)
         memory.weights.copy_(top_k_weights)
-        cut = CutRows(memory.arrange(chunks), piece_rows(layer.hidden_size, layer.intermediate_size))
+        sizes = tuple(len(chunk.experts) for chunk in chunks)
+        cut = CutRows(sizes, piece_rows(layer.hidden_size, layer.intermediate_size))
         return _Taken(memory, chunks, self._with_streams(lora), size, cut)
 
     def _queue(
@@ -180,7 +181,7 @@ class SteadyLane:
 
         `products` runs those of a chunk, and may be recorded; `before` is called when they are about to be queued.
         """
-        key, chunks = (taken.size, *taken.cut.kind), taken.chunks
+        key, chunks = (taken.size, taken.cut), taken.chunks
         kernels = [Kernels(("begin", *key), partial(taken.memory.begin, taken.cut))]
         if not self._lane.go_at_once(chunks):
             run_together(self._recorded, [kernels.pop()])

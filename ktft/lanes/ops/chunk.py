@@ -29,21 +29,25 @@ def decode(
     out: ChunkWeights,
     ops: Operations | None = None,
     slots: Tensor | None = None,
+    held: Sequence[Tensor] = (),
 ) -> None:
     """Decode packed experts, exactly: bf16 holds what the formats' values are without their rows' scales.
 
     Args:
         format, slices: the layer's.
-        blocks: of each slice uint8 `[G, expert_bytes]` on the device of `out`: these experts' packed bytes.
+        blocks: of each slice uint8 `[n, expert_bytes]` on the device of `out`: experts' packed bytes.
         out: of G experts.
         ops: by default the best for the device.
-        slots: int32 `[G]` on the device, which rows of `blocks` these experts are; by default the first.
+        slots: int32 `[G]` on the device: which row of `held` each expert is, or -1 - its row of `blocks`. By default
+            they are the first rows of `blocks`.
+        held: other packed bytes, of each slice like `blocks`.
     """
     ops = ops or operations(out.down.values.device)
-    for part, block in zip(slices, blocks, strict=True):
+    others: Sequence[Tensor | None] = held or [None] * len(slices)
+    for part, block, other in zip(slices, blocks, others, strict=True):
         for matrix, row, col in ((out.gate_up, part.begin, 0), (out.down, 0, part.begin)):
             packed = [part.matrices[name] for name in matrix.projections]
-            ops.decode(format, block, slots, packed, matrix, row, col)
+            ops.decode(format, block, slots, other, packed, matrix, row, col)
 
 
 def place(lora: ExpertLora | None, out: ChunkWeights, ops: Operations | None = None) -> None:

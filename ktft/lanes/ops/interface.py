@@ -15,7 +15,7 @@ from ktft import config
 from ktft.device import device_of
 from ktft.lanes.ops.dropout import Dropout
 from ktft.lanes.ops.weights import Adapters, ChunkMatrix
-from ktft.lanes.routes import ExpertPlaces, Piece
+from ktft.lanes.routes import ChunkBounds, Piece
 from ktft.native.packed import PackedMatrix
 from ktft.swiglu import Swiglu
 
@@ -36,6 +36,7 @@ class Operations(Protocol):
         format: str,
         blocks: Tensor,
         slots: Tensor | None,
+        held: Tensor | None,
         matrices: Sequence[PackedMatrix],
         out: ChunkMatrix,
         row: int,
@@ -43,8 +44,9 @@ class Operations(Protocol):
     ) -> None:
         """Values of out `[G, M, rows, cols+]` from `row` and `col` on = M projections, of the same shape and strips, of
         packed experts, without row scales; these become its scale. Expert g is row g of blocks, uint8
-        `[G, expert_bytes]`; with slots, int32 `[G]`, it is row slots[g] of any number. Biases, divided by the
-        scale, become the first two of the last `PLACES` columns, of which the others become zero.
+        `[n, expert_bytes]`. With slots, int32 `[G]`, it is row slots[g] of `held`, which is like blocks, or row
+        -1 - slots[g] of blocks if that is negative. Biases, divided by the scale, become the first two of the last
+        `PLACES` columns, of which the others become zero.
         """
 
     def decode_matrix(self, format: str, packed: Tensor, matrix: PackedMatrix, out: Tensor) -> None:
@@ -116,20 +118,20 @@ class Operations(Protocol):
         self,
         index: Tensor,
         factors: Tensor,
-        places: ExpertPlaces,
+        bounds: ChunkBounds,
         piece_rows: int,
         ends: Tensor,
         row_route: Tensor,
         route_row: Tensor,
         told: Tensor,
     ) -> None:
-        """Sort the R routes of index, int64 `[T, k]`, by the places of their experts, for each of C chunks in P pieces
-        that have room for all routes. Routes to experts that do not exist are left out.
+        """Sort the R routes of index, int64 `[T, k]`, by their experts, for each of C chunks in P pieces that have room
+        for all routes. Routes to experts that do not exist are left out.
 
         A row's number counts from its chunk's first row. Of int32 memory, ends `[C, P * E]` begins for each chunk of G
         experts with `[P, G]`: where the rows of each end in each piece of `piece_rows`; row_route `[C, R]` has the
         route of each row, and any route behind the last row; route_row `[C, R]` has the row of each route, R for those
-        of other chunks. Only `places.sizes` may change from call to call where this is recorded.
+        of other chunks.
 
         told, int64 `[E + 3]`: each expert's number of rows; the number of an expert that does not exist but has a
         route, 0 if there is none; the sum of expert * factors int64 `[R]`; and -1.

@@ -11,18 +11,19 @@ from torch import Tensor
 
 from ktft.lanes.ops.dropout import Dropout, stays
 from ktft.lanes.ops.weights import PLACES, Adapters, ChunkMatrix
-from ktft.lanes.routes import ExpertPlaces, Piece
+from ktft.lanes.routes import ChunkBounds, Piece
 from ktft.native.packed import CODE_BYTES, GROUP, PACKED_FORMATS, ROW_BYTES, SCALE_BLOCK, TILE_ROWS, PackedMatrix
 from ktft.swiglu import Swiglu
 
 
 def decode(
-    format: str, blocks: Tensor, slots: Tensor | None, matrices: Sequence[PackedMatrix], out: ChunkMatrix, row: int,
-    col: int,
+    format: str, blocks: Tensor, slots: Tensor | None, held: Tensor | None, matrices: Sequence[PackedMatrix],
+    out: ChunkMatrix, row: int, col: int,
 ) -> None:  # fmt: skip
     """Experts are decoded one by one, since decoding takes several times the bytes of their codes."""
-    if slots is not None:
-        blocks = blocks[slots.long()]
+    if slots is not None and held is not None:
+        at = slots.long()
+        blocks = torch.where((at >= 0)[:, None], held[at.clamp(min=0)], blocks[(-1 - at).clamp(min=0)])
     stacked, scale = out.by_projection
     for i, matrix in enumerate(matrices):
         rows = slice(row, row + matrix.rows)
@@ -266,23 +267,23 @@ def combine(y: Tensor, scale: Tensor | None, piece: Piece, weights: Tensor | Non
 
 
 def sort_routes(
-    index: Tensor, factors: Tensor, places: ExpertPlaces, piece_rows: int, ends: Tensor,
+    index: Tensor, factors: Tensor, bounds: ChunkBounds, piece_rows: int, ends: Tensor,
     row_route: Tensor, route_row: Tensor, told: Tensor,
 ) -> None:  # fmt: skip
-    flat, experts, rows = index.view(-1), len(places.of_expert), index.numel()
+    flat, experts, rows = index.view(-1), len(bounds.chunk_of), index.numel()
     numbers = torch.arange(rows, device=index.device)
     exists = (flat >= 0) & (flat < experts)
-    place = torch.where(exists, places.of_expert[flat.clamp(0, experts - 1)], experts).to(torch.int16)
-    by_row = torch.sort(place, stable=True).indices
+    of_route = torch.where(exists, flat, experts).to(torch.int16)
+    by_row = torch.sort(of_route, stable=True).indices
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=index.device).scatter_add_(
-        0, place.long(), torch.ones_like(numbers)
+        0, of_route.long(), torch.ones_like(numbers)
     )
     last = counts[:-1].cumsum(0)
     row_of = torch.empty_like(by_row).scatter_(0, by_row, numbers)
     pieces = ends.shape[1] // experts
     begins = torch.arange(0, pieces * piece_rows, piece_rows, device=index.device)[:, None]
     before = torch.zeros_like(last[0])
-    for chunk, (first, end) in enumerate(itertools.pairwise(itertools.accumulate(places.sizes, initial=0))):
+    for chunk, (first, end) in enumerate(itertools.pairwise(itertools.accumulate(bounds.sizes, initial=0))):
         own = last[first:end] - before
         ends[chunk, : pieces * len(own)].copy_((own - begins).clamp(0, piece_rows).view(-1))
         row_route[chunk].copy_(by_row[(numbers + before).clamp(max=rows - 1)])
@@ -291,7 +292,7 @@ def sort_routes(
         before = last[end - 1]
     low, high = flat.min(), flat.max()
     stray = torch.where(low < 0, low, torch.where(high < experts, 0, high))
-    told[places.expert_of.long()] = counts[:-1]
+    told[:experts].copy_(counts[:-1])
     told[experts:].copy_(torch.stack((stray, (flat * factors).sum(), torch.full_like(stray, -1))))
 
 

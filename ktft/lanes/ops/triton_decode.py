@@ -19,15 +19,15 @@ COLS = 256
 @short
 @triton.jit
 def _decode(
-    codes, floats, halves, slots, out, out_row, out_rows, row, col, scale, strips, strip_codes, block_codes,
-    block_floats, cols, tiles, scales, biases,
+    codes, floats, halves, block_codes, block_floats, slots, held_codes, held_floats, held_halves, held_block_codes,
+    held_block_floats, out, out_row, out_rows, row, col, scale, strips, strip_codes, cols, tiles, scales, biases,
     CODES: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, SCALES: tl.constexpr, TILE: tl.constexpr,
     GROUPED: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, FOLDED: tl.constexpr, SLOTTED: tl.constexpr,
     COLS: tl.constexpr,
 ):  # fmt: skip
-    """`codes` has the codes' dtype, uint8 for E4M3 and for 4 bits. `SLOTTED`: experts lie in the blocks that `slots`
-    names. `GROUPED`: of 4 bits, with one scale for each group
-    of columns. `FOLDED`: values are multiplied by the scales of their rows.
+    """`codes` has the codes' dtype, uint8 for E4M3 and for 4 bits. `SLOTTED`: `slots` says where experts lie, among the
+    blocks or those that are held. `GROUPED`: of 4 bits, with one scale for each group of columns. `FOLDED`: values are
+    multiplied by the scales of their rows.
 
     The program of a strip's first columns also writes the scales and biases of its rows.
     """
@@ -37,6 +37,11 @@ def _decode(
     slot = expert
     if SLOTTED:
         slot = tl.load(slots + expert).to(tl.int64)
+        if slot >= 0:
+            codes, floats, halves = held_codes, held_floats, held_halves
+            block_codes, block_floats = held_block_codes, held_block_floats
+        else:
+            slot = -1 - slot
     mine_tiles, mine_scales, mine_bias = tiles[0], scales[0], biases[0]
     if len(tiles) == 2:
         mine_tiles = tl.where(which == 0, tiles[0], tiles[1])
@@ -82,28 +87,31 @@ def _decode(
 
 
 def decode(
-    format: str, blocks: Tensor, slots: Tensor | None, matrices: Sequence[PackedMatrix], out: ChunkMatrix, row: int,
-    col: int,
+    format: str, blocks: Tensor, slots: Tensor | None, held: Tensor | None, matrices: Sequence[PackedMatrix],
+    out: ChunkMatrix, row: int, col: int,
 ) -> None:  # fmt: skip
     values, scale = out.by_projection
-    _launch(format, blocks, slots, matrices, values, scale, row, col, folded=False)
+    _launch(format, blocks, slots, held, matrices, values, scale, row, col, folded=False)
 
 
 def decode_matrix(format: str, packed: Tensor, matrix: PackedMatrix, out: Tensor) -> None:
-    _launch(format, packed[None], None, [matrix], out[None, None], None, 0, 0, folded=PACKED_FORMATS[format].row_scaled)
+    folded = PACKED_FORMATS[format].row_scaled
+    _launch(format, packed[None], None, None, [matrix], out[None, None], None, 0, 0, folded)
 
 
 def _launch(
-    format: str, blocks: Tensor, slots: Tensor | None, matrices: Sequence[PackedMatrix], values: Tensor,
-    scale: Tensor | None, row: int, col: int, folded: bool,
+    format: str, blocks: Tensor, slots: Tensor | None, held: Tensor | None, matrices: Sequence[PackedMatrix],
+    values: Tensor, scale: Tensor | None, row: int, col: int, folded: bool,
 ) -> None:  # fmt: skip
     """Decode to values `[experts, matrices, rows, columns]`, and scales likewise if there are any."""
     first, (codes, floats, halves) = matrices[0], views(format, blocks)
+    others = views(format, blocks if held is None else held)
     size = codes.element_size()
     strips = first.rows // TILE_ROWS
     _decode[(values.shape[0] * len(matrices) * strips, cdiv(first.cols, COLS))](
-        codes, floats, halves, slots, values, values.stride(2), values.shape[2], row, col, scale, strips,
-        first.strip_bytes // size, codes.stride(0), floats.stride(0), first.cols,
+        codes, floats, halves, codes.stride(0), floats.stride(0), slots, *others, others[0].stride(0),
+        others[1].stride(0), values, values.stride(2), values.shape[2], row, col, scale, strips,
+        first.strip_bytes // size, first.cols,
         tuple(matrix.tiles // size for matrix in matrices),
         tuple((matrix.scales or 0) // 4 for matrix in matrices),
         tuple((matrix.bias or 0) // 4 for matrix in matrices),

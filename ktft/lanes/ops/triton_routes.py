@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ktft.lanes.ops.triton_launch import power_of_2, short
-from ktft.lanes.routes import ExpertPlaces
+from ktft.lanes.routes import ChunkBounds
 
 BLOCK, COLS = 2048, 1024
 
@@ -15,40 +15,36 @@ BLOCK, COLS = 2048, 1024
 @short
 @triton.jit(do_not_specialize=("routes", "experts", "pieces", "piece_rows"))
 def _sort(
-    index, factors, order, experts_of, chunk_of, firsts, ends, row_route, route_row, told, routes, experts, pieces,
-    piece_rows, BLOCK: tl.constexpr, PIECES: tl.constexpr,
+    index, factors, chunk_of, firsts, ends, row_route, route_row, told, routes, experts, pieces, piece_rows,
+    BLOCK: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """One program for each place of an expert. All of them read all routes, so none waits for another."""
-    place = tl.program_id(0)
-    chunk = tl.load(chunk_of + place)
+    """One program for each expert. All of them read all routes, so none waits for another."""
+    mine = tl.program_id(0)
+    chunk = tl.load(chunk_of + mine)
     first, end = tl.load(firsts + chunk), tl.load(firsts + chunk + 1)
     before, own = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, routes, BLOCK):
         route = begin + tl.arange(0, BLOCK)
         expert = tl.load(index + route, mask=route < routes, other=-1)
-        exists = (expert >= 0) & (expert < experts)
-        at = tl.load(order + expert, mask=exists, other=-1)
-        before += ((at >= first) & (at < place)).to(tl.int32)
-        own += (at == place).to(tl.int32)
+        before += ((expert >= first) & (expert < mine)).to(tl.int32)
+        own += (expert == mine).to(tl.int32)
     row, count = tl.sum(before, 0), tl.sum(own, 0)
-    tl.store(told + tl.load(experts_of + place), count.to(tl.int64))
+    tl.store(told + mine, count.to(tl.int64))
     piece = tl.arange(0, PIECES)
     within = tl.minimum(tl.maximum(row + count - piece * piece_rows, 0), piece_rows)
-    ends += chunk.to(tl.int64) * pieces * experts + place - first
+    ends += chunk.to(tl.int64) * pieces * experts + mine - first
     tl.store(ends + piece * (end - first), within, mask=piece < pieces)
     row_route += chunk.to(tl.int64) * routes
     route_row += chunk.to(tl.int64) * routes
     for begin in range(0, routes, BLOCK):
         route = begin + tl.arange(0, BLOCK)
         expert = tl.load(index + route, mask=route < routes, other=-1)
-        exists = (expert >= 0) & (expert < experts)
-        at = tl.load(order + expert, mask=exists, other=-1)
-        mine = at == place
-        number = row + tl.cumsum(mine.to(tl.int32), 0) - 1
-        tl.store(row_route + number, route, mask=mine)
-        tl.store(route_row + route, number, mask=mine)
-        row += tl.sum(mine.to(tl.int32), 0)
-    if place == 0:
+        here = expert == mine
+        number = row + tl.cumsum(here.to(tl.int32), 0) - 1
+        tl.store(row_route + number, route, mask=here)
+        tl.store(route_row + route, number, mask=here)
+        row += tl.sum(here.to(tl.int32), 0)
+    if mine == 0:
         lowest, highest = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
         total = tl.zeros((BLOCK,), tl.int64)
         for begin in range(0, routes, BLOCK):
@@ -76,15 +72,15 @@ def _find_bad(hidden, told, cols, COLS: tl.constexpr):
 
 
 def sort_routes(
-    index: Tensor, factors: Tensor, places: ExpertPlaces, piece_rows: int, ends: Tensor, row_route: Tensor,
+    index: Tensor, factors: Tensor, bounds: ChunkBounds, piece_rows: int, ends: Tensor, row_route: Tensor,
     route_row: Tensor, told: Tensor,
 ) -> None:  # fmt: skip
-    routes, experts = index.numel(), len(places.of_expert)
+    routes, experts = index.numel(), len(bounds.chunk_of)
     pieces = ends.shape[1] // experts
     route_row.fill_(routes)
     _sort[(experts,)](
-        index, factors, *places[:4], ends, row_route, route_row, told, routes, experts, pieces, piece_rows,
-        BLOCK=BLOCK, PIECES=power_of_2(pieces), num_warps=8,
+        index, factors, bounds.chunk_of, bounds.firsts, ends, row_route, route_row, told, routes, experts, pieces,
+        piece_rows, BLOCK=BLOCK, PIECES=power_of_2(pieces), num_warps=8,
     )  # fmt: skip
 
 
