@@ -10,6 +10,7 @@ parameters, in the window. The guards keep numbers for each expert and tensor, a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -67,12 +68,17 @@ class Step:
     loss: float | None = None  # the mean over the step's batches, if it is known
     groups: dict[str, float] | None = None  # norms by group, over all ranks; None if this process holds all experts
 
-    @property
+    @functools.cached_property
+    def every_norm(self) -> Tensor:
+        """All of `norms`, one after the other, and a zero."""
+        return torch.cat([torch.zeros(1), *self.norms.values()])
+
+    @functools.cached_property
     def norm(self) -> float:
         """The norm of all gradients."""
         if self.groups is not None:
             return math.hypot(*self.groups.values())
-        return float(torch.linalg.vector_norm(torch.cat([torch.zeros(1), *self.norms.values()]).double()))
+        return float(torch.linalg.vector_norm(self.every_norm.double()))
 
 
 @dataclass
@@ -116,9 +122,8 @@ class Guards:
         """
         self._check_updates()
         self._step, self._overflow = None, None
-        every = torch.cat([torch.zeros(1), *step.norms.values()])
         broken = None
-        if not every.isfinite().all():
+        if not step.every_norm.isfinite().all():
             broken = next(name for name, norm in step.norms.items() if not norm.isfinite().all())
         if broken is not None and step.scaled:
             self._overflow = broken  # the scaler should skip this step
@@ -222,22 +227,23 @@ class Guards:
         for name, each in self.parameters.items():
             if each.layer is None or each.late:
                 continue
-            reached, norm = step.reached[each.layer], step.norms.get(name)
-            cut = self._cut(self.proofs[each.group], step)
+            # numpy, because torch takes several times as long for so few numbers, and there are many layers
+            reached, norm = step.reached[each.layer].numpy(), step.norms.get(name)
             if not reached.any() and step.groups is None:
                 self._fail(
                     f"step {step.number}: {each.layer}: none of its tokens has a gradient, while other layers' have; "
-                    f"{cut}"
+                    f"{self._cut(self.proofs[each.group], step)}"
                 )
             # Two tokens may cancel exactly, as in the common beginning of DPO's chosen and rejected answers.
             untrained = reached % 2 == 1
             if norm is not None:
-                untrained &= norm == 0
+                untrained &= norm.numpy() == 0
             if untrained.any():
-                expert = int(untrained.nonzero()[0])
+                expert, rows = int(untrained.argmax()), _some(torch.from_numpy(untrained))
                 self._fail(
-                    f"step {step.number}: routed experts are not trained: {name} has no gradient for {_some(untrained)}"
-                    f"; the loss depends on {int(reached[expert])} tokens of expert {expert}; {cut}"
+                    f"step {step.number}: routed experts are not trained: {name} has no gradient for {rows}; the loss "
+                    f"depends on {reached[expert]} tokens of expert {expert}; "
+                    f"{self._cut(self.proofs[each.group], step)}"
                 )
 
     def _cut(self, proof: GroupProof, step: Step) -> str:
