@@ -12,6 +12,7 @@ import pytest
 import torch
 from contract import EXPERTS, SIZES, TAILS, assert_contract, compare, inputs_for, make_layer, make_lora
 from gpu_lane import Lane, run_layer
+from lanes import blocks
 from torch import Tensor
 
 from ktft import native
@@ -21,6 +22,8 @@ from ktft.lanes.gpu import lane as lane_module
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.residents import Residents
 from ktft.lanes.gpu.transfer import Locks, Transfer
+from ktft.lanes.ops.chunk import decode
+from ktft.lanes.ops.weights import ChunkWeights
 from ktft.lanes.routes import Routes
 from ktft.lora import ExpertLora
 from ktft.model import autograd
@@ -217,7 +220,7 @@ def test_a_steady_call_gets_what_was_prefetched_for_it(monkeypatch: pytest.Monke
     lane = small(layer, 3)
     if resident:
         block = -(-layer.packed_bytes // EXPERTS // 256) * 256
-        Residents(lane, resident * block, [layer]).start({layer: [3, 0, 2, 1, 5]})
+        Residents(lane, resident * block, [layer]).start({layer: [3, 1, 2, 1, 5]})
     held = lane.held(layer)
     parts = [[expert for expert in chunk if expert not in held] for chunk in ([0, 1], [2, 3, 4])]
     watched = Watched(lane, monkeypatch)
@@ -232,8 +235,8 @@ def test_a_steady_call_gets_what_was_prefetched_for_it(monkeypatch: pytest.Monke
                     assert torch.equal(decoded.adapters.pairs[name].a, pair.a[chunk.experts])
         return watched.take("adapters")
 
-    lane.prefetch_steady(layer, lora, adapters=True)
-    lane.prefetch_steady(layer, lora, adapters=True)  # the buffers are full
+    assert lane.prefetch_steady(layer, lora, adapters=True) == (resident == 5)
+    assert lane.prefetch_steady(layer, lora, adapters=True)  # the buffers are full
     assert watched.take("packed") == [part for part in parts if part]
     assert watched.take("adapters") == [[0, 1], [2, 3, 4]]
     assert call() == [] and watched.take("packed") == []
@@ -248,6 +251,32 @@ def test_a_steady_call_gets_what_was_prefetched_for_it(monkeypatch: pytest.Monke
     watched.take("adapters")
     assert call(other) == [[0, 1], [2, 3, 4]]
     assert call() == [[0, 1], [2, 3, 4]]
+
+
+@pytest.mark.parametrize(("buffers", "begun"), [(2, []), (3, [[0, 1]]), (4, [[0, 1], [2, 3, 4]])])
+def test_buffers_that_the_next_call_does_not_need_are_for_a_later_one(
+    monkeypatch: pytest.MonkeyPatch, buffers: int, begun: list[list[int]]
+) -> None:
+    monkeypatch.setattr(buffers_module, "MOST_BUFFERS", buffers)
+    layer, other = (make_layer(HIDDEN, INTERMEDIATE, "int8", ISA) for _ in range(2))
+    lane, chunks = small(layer, 3), [[0, 1], [2, 3, 4]]
+    watched = Watched(lane, monkeypatch)
+
+    def call(of: ExpertLayer) -> None:
+        with lane.using(of, "forward"):
+            for chunk, decoded in zip(chunks, lane.decoded(of, lane.all_chunks(of, None), None), strict=True):
+                expected = ChunkWeights.empty(of, len(chunk), None, torch.device("cpu"))
+                decode(of.format, of.slices(), blocks(of, chunk, torch.device("cpu")), expected)
+                assert torch.equal(decoded.weights.down.values, expected.down.values)
+
+    assert not lane.prefetch_steady(layer, None, adapters=False)
+    assert watched.take("packed") == chunks
+    lane.prefetch_beside(other, None)
+    assert watched.take("packed") == begun
+    before = lane.transfer.copied_bytes
+    call(layer)
+    assert lane.transfer.copied_bytes == before and lane.prefetch_steady(other, None, adapters=False) == (buffers == 4)
+    call(other)
 
 
 class Replays:

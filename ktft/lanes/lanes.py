@@ -257,13 +257,21 @@ class DeviceLanes:
         """Begin to copy the experts of the pass after a steady one, which is probably steady as well. LoRA is the same
         in it, unless an optimizer's step comes between or still writes.
         """
-        following = -1 if work == Work.BACKWARD else 1
         with self._mutex:
-            before = self._passes.last.get(self._next(layer, work, following))
-            if before is not None and not before.placement.cpu:
-                stays = work == before.work or following > 0
-                stays = stays and before.lora is not None and not late.writes(before.lora.parameters())
-                self.gpu.prefetch_steady(before.layer, before.lora, adapters=stays)
+            before = self._steady_after(layer, work)
+            if before is None:
+                return
+            stays = work == before.work or work == Work.FORWARD
+            stays = stays and (before.lora is None or not late.writes(before.lora.parameters()))
+            there = self.gpu.prefetch_steady(before.layer, before.lora, adapters=stays)
+            # If PCIe has nothing to do, the pass after that one; its LoRA would come too late where it cannot go ahead
+            if there and stays and (later := self._steady_after(before.layer, before.work)) is not None:
+                self.gpu.prefetch_beside(later.layer, later.lora)
+
+    def _steady_after(self, layer: ExpertLayer, work: Work) -> Pass | None:
+        """How the pass after one of this layer went the last time, if all its experts ran on the GPU."""
+        before = self._passes.last.get(self._next(layer, work, -1 if work == Work.BACKWARD else 1))
+        return None if before is None or before.placement.cpu else before
 
     def _next(self, layer: ExpertLayer, work: Work, following: int) -> tuple[ExpertLayer, Work]:
         """The pass after one of this layer: that of the layer `following` places after it. But the last layer's

@@ -203,18 +203,26 @@ class GpuLane:
             layout, held = self._layout(layer, lora), self._held(layer)
             self._ahead.fill(cut(layout, sorted(e for e in experts if e not in held)))
 
-    def prefetch_steady(self, layer: ExpertLayer, lora: ExpertLora | None, adapters: bool) -> None:
+    def prefetch_steady(self, layer: ExpertLayer, lora: ExpertLora | None, adapters: bool) -> bool:
         """Begin to copy what the layer's next call needs if it is steady: packed experts and, with `adapters`, LoRA, of
         as many chunks as the buffers hold. LoRA that changes before the call is copied again.
+
+        Returns whether all these packed experts were there already.
         """
         with self.using(layer, "prefetch"):
             known = self._steady_chunks(layer, lora)
             if adapters and lora is not None and not self._ahead.has_adapters():
                 self._ahead.fill_adapters(known.layout, lora, known.chunks)
                 self._arrived.record(self.transfer.into)
+            before = self.transfer.copied_bytes
             if not self._ahead.chunks:
-                streamed = (chunk.streamed for chunk in known.chunks if chunk.streamed)
-                self._ahead.fill(Chunk(known.layout, experts, experts) for experts in streamed)
+                self._ahead.fill(known.to_copy())
+            return self.transfer.copied_bytes == before
+
+    def prefetch_beside(self, layer: ExpertLayer, lora: ExpertLora | None) -> None:
+        """Begin to copy packed experts that a steady call of this layer needs after the call that is prefetched."""
+        with self.using(layer, "prefetch"):
+            self._ahead.fill_beside(self._steady_chunks(layer, lora).to_copy())
 
     def forget(self) -> None:
         """Drop what was prefetched, so that the next call begins with nothing in flight."""

@@ -33,6 +33,12 @@ class Prefetched:
             chunk.packed = self._buffers.packed.fill(chunk.layout.packed, chunk.experts)
             self.chunks.append(chunk)
 
+    def fill_beside(self, chunks: Sequence[Chunk]) -> None:
+        """Begin to copy packed experts of a later call to buffers that `chunks` do not have. It finds them there."""
+        room = len(chunks[0].layout.packed) - len(self.chunks) if chunks else 0
+        for chunk in chunks[:room]:
+            self._buffers.packed.fill(chunk.layout.packed, chunk.experts)
+
     def fill_adapters(self, layout: ChunkLayout, lora: ExpertLora, chunks: Sequence[Chunk]) -> None:
         """Begin to copy LoRA of the first chunks, to half of the buffers, since the others may be in use."""
         first = chunks[: len(layout.adapters) // 2]

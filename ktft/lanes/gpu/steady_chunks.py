@@ -50,6 +50,10 @@ class SteadyChunks(NamedTuple):
     chunks: list[Chunk]
     slots: Tensor | None
 
+    def to_copy(self) -> list[Chunk]:
+        """What is streamed of each chunk, as a chunk of its own."""
+        return [Chunk(self.layout, each.streamed, each.streamed) for each in self.chunks if each.streamed]
+
 
 def steady_chunks(
     layout: ChunkLayout, moved: int, experts: int, held: Mapping[int, int], slots: Slots | None
