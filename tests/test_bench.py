@@ -81,6 +81,7 @@ def test_json_lines_on_stdout_are_alone_there(forks: Forks, tmp_path: Path) -> N
     assert "%read" in told.read_text()
 
 
+@pytest.mark.full  # the same command as above, with a terminal in place of a file
 def test_a_terminal_shows_the_table_alone(forks: Forks, tmp_path: Path) -> None:
     reader, terminal = pty.openpty()
     told = tmp_path / "told"
