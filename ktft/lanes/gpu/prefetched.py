@@ -23,7 +23,8 @@ class Prefetched:
         self._buffers = buffers
         self.chunks: list[Chunk] = []
         self._adapters: list[RingPlace] = []
-        self._adapters_of: tuple[object, ...] = ()
+        self._layout: ChunkLayout | None = None  # the adapters', and the versions of their tensors
+        self._versions: tuple[int, ...] = ()
 
     def fill(self, chunks: Iterable[Chunk]) -> None:
         """Begin to copy packed experts of these chunks, as many as the buffers hold."""
@@ -43,7 +44,7 @@ class Prefetched:
         """Begin to copy LoRA of the first chunks, to half of the buffers, since the others may be in use."""
         first = chunks[: len(layout.adapters) // 2]
         self._adapters = [self._buffers.adapters.fill(layout.adapters, chunk.experts) for chunk in first]
-        self._adapters_of = _identity(layout, lora)
+        self._layout, self._versions = layout, _versions(lora)
 
     def has_adapters(self) -> bool:
         return bool(self._adapters)
@@ -56,7 +57,7 @@ class Prefetched:
                 break
             chunk.packed = left.pop(0).packed
         self._drop(len(left))
-        if lora is not None and chunks and self._adapters_of == _identity(chunks[0].layout, lora):
+        if lora is not None and chunks and self._layout is chunks[0].layout and self._versions == _versions(lora):
             for chunk, place in zip(chunks, self._adapters, strict=False):
                 chunk.adapters = place
             self._adapters = []
@@ -92,9 +93,8 @@ class Prefetched:
 
     def _drop_adapters(self) -> None:
         self._buffers.adapters.turn_back(len(self._adapters))
-        self._adapters, self._adapters_of = [], ()
+        self._adapters, self._layout, self._versions = [], None, ()
 
 
-def _identity(layout: ChunkLayout, lora: ExpertLora) -> tuple[object, ...]:
-    """What LoRA in a layer's buffers is known by: its tensors belong to the layout, and have versions."""
-    return id(layout), *(tensor._version for tensor in lora.parameters())
+def _versions(lora: ExpertLora) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in lora.parameters())
