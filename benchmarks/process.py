@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,10 @@ import tempfile
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar, Self
+
+_ERROR = re.compile(r"\w*(Error|Exception): ")
+_NOISE = re.compile(r"nanobind: |See https://nanobind|\s*- (leaked|\.\.\. skipped) ")
+"""What Python extensions made with nanobind print when a process ends early."""
 
 
 def free_port() -> int:
@@ -55,9 +60,12 @@ class Started:
         self.close()
 
     def last_lines(self) -> str:
-        """The last lines that it printed."""
+        """The last lines that it printed, behind the first error among all: what ends after it may print much."""
         self._log.seek(0)
-        return " / ".join(self._log.read().decode(errors="replace").strip().splitlines()[-self.LAST_LINES :])
+        every = self._log.read().decode(errors="replace").splitlines()
+        lines = [line for line in every if line.strip() and not _NOISE.match(line)]
+        last, cause = lines[-self.LAST_LINES :], next(filter(_ERROR.match, lines), None)
+        return " / ".join(last if cause is None or cause in last else [cause, *last])
 
     def close(self) -> None:
         """End it."""

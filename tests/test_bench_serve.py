@@ -109,9 +109,14 @@ def test_a_server_that_fails(tmp_path: Path) -> None:
     assert status == 1 and "the engine died" in said
     status, said = run("bench", "serve", "--url", "http://127.0.0.1:9")
     assert status == 1 and "http://127.0.0.1:9/v1/models" in said
-    row = Row("gone", lambda job: "", lambda job, port: ["sh", "-c", "echo no such model; exit 3"])
-    with pytest.raises(ServerFailed, match="gone ended with 3: no such model"):
-        Process(row, Job(tmp_path, None, 1, 8), str)
+    noise = r"nanobind: leaked 2 functions!\n - leaked x\n"
+    after = r"ValueError: no such model\n" + r"RuntimeError: see above\n" * 8 + noise
+    for printed, expected in (("no such model", "no such model"), (after, "ValueError: no such model / RuntimeError")):
+        command = ["sh", "-c", 'printf "$1"; exit 3', "-", printed]
+        row = Row("gone", lambda *_: "", lambda *_, command=command: command)  # type: ignore[misc]
+        with pytest.raises(ServerFailed, match=f"gone ended with 3: {expected}") as failure:
+            Process(row, Job(tmp_path, None, 1, 8), str)
+        assert "leaked" not in str(failure.value)
 
 
 def test_peers_are_absent_with_a_reason(tmp_path: Path) -> None:
