@@ -6,6 +6,8 @@ import ast
 import json
 import math
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,28 @@ def test_finished_stages_are_not_run_again(forks: Forks, demo: Path) -> None:
     # What a reader sees last: how much better the answers are, and then what to do.
     order = ["Result", "right answers", "held-out loss", "Next", "ktft plan", "ktft serve"]
     assert sorted(order, key=output.rindex) == order
+
+
+def test_a_model_that_learned_too_little_is_pretrained_anew(
+    demo: Path, modules: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that was busy during pretraining, and is not the next time."""
+    import run as demo_run
+
+    shutil.copytree(demo, tmp_path, dirs_exist_ok=True)
+
+    def stages_of(out: Path, scale: Any) -> Any:
+        stages = demo_run.Stages(out, scale)
+        for name in STAGES:
+            stages.figures[name] = json.loads((out / "records" / f"{name}.json").read_text())["figures"]
+        return stages
+
+    monkeypatch.setattr(demo_run, "run_stages", stages_of)
+    monkeypatch.setattr(demo_run, "QUICK", replace(demo_run.QUICK, required_gain=2.0))
+    with pytest.raises(SystemExit, match=r"had time for \d+ of 20 steps: on a busy machine run the demo again"):
+        demo_run.main(tmp_path, quick=True)
+    left = {path.stem for path in (tmp_path / "records").iterdir()}
+    assert left == {*STAGES} - {"model"}
 
 
 def test_heldout_functions_come_from_other_files(demo: Path, modules: None) -> None:

@@ -67,7 +67,7 @@ class GradientWatch:
 
     def __init__(self, parameters: Mapping[str, Trained], runtime: Runtime) -> None:
         self.on = False
-        self._runtime = runtime
+        self._runtime, self._accumulation = runtime, GradientState()
         self._complete: dict[str, Trained] = {}  # the parameters with a gradient, in the order of backward
         self._norms: dict[str, Tensor] | None = None
         self._hooks = [
@@ -76,7 +76,7 @@ class GradientWatch:
         ]
 
     def _look(self, each: Trained, parameter: Tensor) -> None:
-        if self.on and GradientState().sync_gradients and parameter.grad is not None:
+        if self.on and self._accumulation.sync_gradients and parameter.grad is not None:
             self._complete.pop(each.name, None)
             self._complete[each.name] = each
             self._norms = None
