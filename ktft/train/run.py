@@ -171,8 +171,8 @@ class Run:
             self.trace.step(number, self.began, ended)
         seconds = ended - self.began
         counts = torch.zeros_like(self.report.expert_tokens)
-        for at, record in enumerate(self.records.values()):
-            counts.numpy()[at, list(record.held.numbers)] = record.tokens.numpy()
+        for row, record in zip(counts.numpy(), self.records.values(), strict=True):
+            row[list(record.held.numbers)] = record.tokens.numpy()
         own_tokens = int(counts.sum())
         counts = summed(self.ranks, counts)
         tokens = max(record.rows for record in self.records.values())

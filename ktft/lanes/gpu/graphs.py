@@ -12,7 +12,7 @@ from ktft.device import device_of
 
 logger = logging.getLogger("ktft")
 MOST = 1024
-"""The most recordings of one `Recorded`: residents that follow the routing make chunks of ever other sizes."""
+"""The most recordings of one `Recorded`, which keeps each as long as it lives."""
 
 
 class Recorded:

@@ -21,7 +21,8 @@ def decode(
     out: ChunkMatrix, row: int, col: int,
 ) -> None:  # fmt: skip
     """Experts are decoded one by one, since decoding takes several times the bytes of their codes."""
-    if slots is not None and held is not None:
+    if slots is not None:
+        assert held is not None
         at = slots.long()
         blocks = torch.where((at >= 0)[:, None], held[at.clamp(min=0)], blocks[(-1 - at).clamp(min=0)])
     stacked, scale = out.by_projection
