@@ -137,6 +137,10 @@ class Device:
         """Whether torch has kernels of `torch._grouped_mm` for the device. Without them it waits for the device."""
         return False
 
+    def has_bf16_pairs(self) -> bool:
+        """Whether its instructions in PTX multiply and add two bf16 numbers at once."""
+        return False
+
     def new_stream(self) -> Any:
         return HostStream()
 
@@ -320,6 +324,9 @@ class Cuda(Device):
 
     def has_grouped_mm(self) -> bool:
         return torch.cuda.get_device_capability(self.index)[0] in (9, 10)
+
+    def has_bf16_pairs(self) -> bool:
+        return not torch.version.hip and torch.cuda.get_device_capability(self.index) >= (8, 0)
 
     def new_stream(self) -> Any:
         return torch.cuda.Stream(self.index)

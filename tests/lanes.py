@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from ktft.lanes.gpu.call_memory import CallMemory, CutRows
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, decode, place
 from ktft.lanes.ops.dropout import room_for_streams, write_streams
 from ktft.lanes.ops.interface import Operations
-from ktft.lanes.ops.weights import ChunkWeights
+from ktft.lanes.ops.weights import ChunkWeights, PackedExperts
 from ktft.lanes.routes import PIECE_ROWS, Piece, Routes, lay_out
 from ktft.lora import ExpertLora, LoraPair
 from ktft.native import ExpertLayer
@@ -35,11 +36,21 @@ def blocks(layer: ExpertLayer, experts: list[int], device: torch.device) -> list
 
 
 def decoded(
-    layer: ExpertLayer, experts: list[int], lora: ExpertLora | None, device: torch.device, ops: Operations | None = None
+    layer: ExpertLayer,
+    experts: list[int],
+    lora: ExpertLora | None,
+    device: torch.device,
+    ops: Operations | None = None,
+    in_place: bool = False,
 ) -> ChunkWeights:
-    """Decode these experts on the device."""
+    """Decode these experts on the device, or `in_place` no more than products from packed bytes need."""
+    packed = PackedExperts(layer.format, layer.slices(), blocks(layer, experts, device))
     weights = ChunkWeights.empty(layer, len(experts), lora, device)
-    decode(layer.format, layer.slices(), blocks(layer, experts, device), weights, ops)
+    for matrix in (weights.gate_up, weights.down):
+        matrix.values.fill_(torch.nan)
+    if in_place:
+        weights = replace(weights, packed=packed)
+    decode(packed, weights, ops)
     return weights
 
 
@@ -72,6 +83,7 @@ class Lane:
         chunk: how many experts a chunk has.
         piece_rows: see `lay_out`.
         steady: the device alone knows which rows an expert has.
+        in_place: products read packed bytes.
     """
 
     def __init__(
@@ -82,9 +94,10 @@ class Lane:
         chunk: int = 2,
         piece_rows: int = PIECE_ROWS,
         steady: bool = False,
+        in_place: bool = False,
     ) -> None:
         self.device, self.ops, self.experts = torch.device(device), ops, experts
-        self.chunk, self.piece_rows, self.steady = chunk, piece_rows, steady
+        self.chunk, self.piece_rows, self.steady, self.in_place = chunk, piece_rows, steady, in_place
 
     def __call__(
         self,
@@ -126,7 +139,7 @@ class _Experts(torch.autograd.Function):
         ctx.lane, ctx.layer, ctx.lora = lane, layer, lora
         out = torch.zeros(x.shape, device=lane.device)
         for chunk, rows in zip(ctx.chunks, ctx.rows, strict=True):
-            decoded_weights = decoded(layer, chunk, lora, lane.device, lane.ops)
+            decoded_weights = decoded(layer, chunk, lora, lane.device, lane.ops, lane.in_place)
             place(part := adapters(lora, chunk, lane.device), decoded_weights, lane.ops)
             chunk_forward(decoded_weights, part, rows, *ctx.inputs, layer.swiglu, out, lane.ops)
         return out.to(x.device, x.dtype)
@@ -138,7 +151,7 @@ class _Experts(torch.autograd.Function):
         grad_x, grad_weights = torch.zeros(x.shape, device=lane.device), torch.zeros_like(weights)
         lora_grads = [torch.zeros(p.shape) for p in (lora.parameters() if lora else [])]
         for chunk, rows in zip(ctx.chunks, ctx.rows, strict=True):
-            decoded_weights = decoded(layer, chunk, lora, lane.device, lane.ops)
+            decoded_weights = decoded(layer, chunk, lora, lane.device, lane.ops, lane.in_place)
             place(part := adapters(lora, chunk, lane.device), decoded_weights, lane.ops)
             found = chunk_backward(
                 decoded_weights, part, rows, x, weights, layer.swiglu, grad, grad_x, grad_weights, lane.ops

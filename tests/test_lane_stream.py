@@ -23,7 +23,7 @@ from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.residents import Residents
 from ktft.lanes.gpu.transfer import Locks, Transfer
 from ktft.lanes.ops.chunk import decode
-from ktft.lanes.ops.weights import ChunkWeights
+from ktft.lanes.ops.weights import ChunkWeights, PackedExperts
 from ktft.lanes.routes import Routes
 from ktft.lora import ExpertLora
 from ktft.model import autograd
@@ -266,7 +266,7 @@ def test_buffers_that_the_next_call_does_not_need_are_for_a_later_one(
         with lane.using(of, "forward"):
             for chunk, decoded in zip(chunks, lane.decoded(of, lane.all_chunks(of, None), None), strict=True):
                 expected = ChunkWeights.empty(of, len(chunk), None, torch.device("cpu"))
-                decode(of.format, of.slices(), blocks(of, chunk, torch.device("cpu")), expected)
+                decode(PackedExperts(of.format, of.slices(), blocks(of, chunk, torch.device("cpu"))), expected)
                 assert torch.equal(decoded.weights.down.values, expected.down.values)
 
     assert not lane.prefetch_steady(layer, None, adapters=False)

@@ -28,7 +28,7 @@ from ktft.config import EXPERT_FORMATS, PROJECTIONS
 from ktft.dense.formats import layout
 from ktft.lanes.ops import torch_ops, triton_ops
 from ktft.lanes.ops.chunk import decode
-from ktft.lanes.ops.weights import ChunkWeights
+from ktft.lanes.ops.weights import ChunkWeights, PackedExperts
 from ktft.lanes.routes import PIECE_ROWS, ChunkBounds
 from ktft.lora import ExpertLora
 from ktft.native.dense import pack_dense
@@ -68,7 +68,7 @@ def test_decode_of_residents_and_copies(fmt: str, slots: list[int]) -> None:
     for ops in (torch_ops, triton_ops):
         for matrix in (ours.gate_up, ours.down):
             matrix.values.fill_(torch.nan)
-        decode(fmt, layer.slices(), copied, ours, ops, numbers, held)
+        decode(PackedExperts(fmt, layer.slices(), copied, numbers, held), ours, ops)
         assert torch.equal(ours.gate_up.values, expected.gate_up.values)
         assert torch.equal(ours.down.values, expected.down.values)
 
@@ -137,6 +137,24 @@ def test_sort_routes(experts: int, sizes: tuple[int, ...], piece_rows: int) -> N
         assert torch.equal(
             found[0][-1][:experts], torch.bincount(index[(index >= 0) & (index < experts)], minlength=experts)
         )
+
+
+@pytest.mark.parametrize("steady", [False, True])
+@pytest.mark.parametrize("fmt", EXPERT_FORMATS)
+def test_products_from_packed_bytes(fmt: str, steady: bool) -> None:
+    """Sizes that fill neither a tile nor a program's block, weights in two slices, biases, one adapter missing."""
+    layer = make_gated(160, 288, fmt, native.default_isa(), nodes=2, swiglu=GPT_OSS)
+    pairs = dict(small_lora(160, 288, 40, torch.float32).pairs)
+    del pairs["up_proj"]
+    lane = Lane(DEVICE, triton_ops, chunk=3, piece_rows=30, steady=steady, in_place=True)
+    assert_contract(compare(layer, ExpertLora(pairs), *inputs_for(ROWS, 160), oracle=gated_oracle(layer), forward=lane))
+
+
+def test_products_from_packed_bytes_of_several_tiles() -> None:
+    layer, lora = make_layer(256, 128, "k4", native.default_isa()), make_lora(256, 128, 8, torch.float32, dropout=0.2)
+    lane = Lane(DEVICE, triton_ops, chunk=3, in_place=True)
+    inputs = inputs_for((200, 0, 1, 130, 64), 256)
+    assert_contract(compare(layer, lora, *inputs, oracle=dropout_oracle, forward=lane))
 
 
 @pytest.mark.parametrize("steady", [False, True])

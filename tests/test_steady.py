@@ -31,6 +31,9 @@ from ktft.lanes.gpu.call_memory import CallMemory, CutRows, PassReport, call_byt
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.residents import STEPS
 from ktft.lanes.gpu.steady import SteadyLane
+from ktft.lanes.ops import torch_ops
+from ktft.lanes.ops.weights import ChunkMatrix, PackedExperts
+from ktft.lanes.routes import Piece
 from ktft.lanes.steady_call import Steady, go_back
 from ktft.late import settle, write_later
 from ktft.lora import ExpertLora
@@ -152,17 +155,28 @@ def test_several_pieces(steady: list[str], monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("resident", [1, 3, 5])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_residents(steady: list[str], monkeypatch: pytest.MonkeyPatch, resident: int, dropout: float) -> None:
-    """If most of a layer's experts stay on the GPU, its chunks, of 2 and 3 experts, are queued as one."""
+@pytest.mark.parametrize("in_place", [False, True])
+def test_residents(
+    steady: list[str], monkeypatch: pytest.MonkeyPatch, resident: int, dropout: float, in_place: bool
+) -> None:
+    """If most of a layer's experts stay on the GPU, its chunks, of 2 and 3 experts, are queued as one, and may be
+    multiplied where they are packed.
+    """
     monkeypatch.setattr(passes, "_alike", lambda *_: True)
-    at_once: list[int] = []
-    original = GpuLane.at_once
+    at_once, packed = list[int](), list[int]()
+    original, outputs = GpuLane.at_once, torch_ops.outputs
 
-    def counting(self: GpuLane, layer: Any, chunks: Any, lora: Any) -> Any:
+    def counting(self: GpuLane, layer: Any, chunks: Any, *others: Any) -> Any:
         at_once.append(len(chunks))
-        return original(self, layer, chunks, lora)
+        return original(self, layer, chunks, *others)
+
+    def noted(x: Tensor, matrix: ChunkMatrix, experts: PackedExperts, piece: Piece) -> Tensor:
+        packed.append(piece.experts)
+        return outputs(x, matrix, experts, piece)
 
     monkeypatch.setattr(GpuLane, "at_once", counting)
+    monkeypatch.setattr(torch_ops, "reads_packed", lambda _, rows: in_place and rows < 1e9)
+    monkeypatch.setattr(torch_ops, "outputs", noted)
     memory = make_experts("k4").layer.packed_bytes * resident // 5
     experts = make_experts("k4", placement="stream", gpu_expert_memory=memory)
     assert experts.laned is not None
@@ -171,10 +185,12 @@ def test_residents(steady: list[str], monkeypatch: pytest.MonkeyPatch, resident:
         experts.laned.lanes.end_step()
     oracle: dict[str, Any] = {"oracle": dropout_oracle, "dropout": dropout, "seed": 7} if dropout else {}
     for _ in range(2):  # the first one of its size and dtype is not steady
-        del steady[:], at_once[:]
+        del steady[:], at_once[:], packed[:]
         compare(experts, checkpointed(experts), torch.float32, **oracle)
     assert steady == ["forward", "backward"]
     assert at_once == ([2, 2] if resident > 1 else [])
+    # Gate and up, and down: of both chunks in forward and backward, where down is not computed again
+    assert packed == ([2, 2, 3, 3, 2, 3] if in_place and resident > 1 else [])
 
 
 @pytest.mark.parametrize("limit", ["EMPTY_PIECES", "SIZES_BYTES", "free"])

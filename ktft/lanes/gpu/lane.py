@@ -7,6 +7,7 @@ buffer of decoded weights. Events order the streams, so the host waits for nothi
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,8 +30,8 @@ from ktft.lanes.gpu.steady_chunks import Slots, SteadyChunks, steady_chunks
 from ktft.lanes.gpu.transfer import transfer
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, decode
 from ktft.lanes.ops.dropout import room_for_streams, write_streams
-from ktft.lanes.ops.interface import by_triton
-from ktft.lanes.ops.weights import ChunkWeights
+from ktft.lanes.ops.interface import by_triton, operations
+from ktft.lanes.ops.weights import ChunkWeights, PackedExperts
 from ktft.lanes.routes import ChunkRows, Routes, lay_out, piece_rows
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
@@ -69,6 +70,7 @@ class GpuLane:
         self.device, self.transfer = device, transfer(device)
         self.residents: ResidentBlocks | None = None
         self._buffers = Buffers(self.transfer, chunk_bytes, limit)
+        self._ops = operations(device)
         self._recorded = Recorded(device, on=by_triton(device))
         self._ahead = Prefetched(self._buffers)
         self._slots = Slots(device)
@@ -281,9 +283,11 @@ class GpuLane:
 
     @contextlib.contextmanager
     def at_once(
-        self, layer: ExpertLayer, chunks: Sequence[Chunk], lora: ExpertLora | None
+        self, layer: ExpertLayer, chunks: Sequence[Chunk], lora: ExpertLora | None, rows_each: float = math.inf
     ) -> Iterator[list[DecodedChunk]]:
-        """A block that queues all chunks of a layer, each with what is `left` of it. Use it within `using`."""
+        """A block that queues all chunks of a layer, each with what is `left` of it. Use it within `using`. If experts
+        have few rows each, on average, their weights are not decoded, but multiplied where they are packed.
+        """
         compute, slots = self.transfer.compute(), self._steady[layer].slots
         self.used.wait(compute)
         parts: Sequence[Tensor | None] = [None] * len(chunks)
@@ -296,7 +300,7 @@ class GpuLane:
         for chunk, part in zip(map(self._begun, chunks), parts, strict=True):
             if chunk.packed is not None:
                 chunk.packed.wait(compute)
-            found.append(self._decoding(layer, chunk, part))
+            found.append(self._decoding(layer, chunk, part, rows_each))
             if lora is not None and chunk.adapters is not None:
                 chunk.adapters.wait(compute)
                 found[-1].place(chunk, chunk.adapters, lora)
@@ -309,13 +313,18 @@ class GpuLane:
         self.used.record(compute)
 
     def decoded(
-        self, layer: ExpertLayer, chunks: Sequence[Chunk], lora: ExpertLora | None, fuse: bool = False
+        self,
+        layer: ExpertLayer,
+        chunks: Sequence[Chunk],
+        lora: ExpertLora | None,
+        fuse: bool = False,
+        rows_each: float = math.inf,
     ) -> Iterator[DecodedChunk]:
         """Each chunk's decoded weights and its adapters on the device. Call it within `using`, and queue a chunk's
         products before asking for the next one.
 
         `fuse` leaves the decoding of residents, and the writing of adapters beside weights, to the caller, who does it
-        in one launch with the products.
+        in one launch with the products. `rows_each` is as of `at_once`, but what streams in is decoded.
         """
         compute = self.transfer.compute()
         if lora is not None and lora.dropout > 0 and lora.streams is None:
@@ -325,7 +334,7 @@ class GpuLane:
         coming = next(waiting, None)
         while coming is not None:
             now, coming = coming, next(waiting, None)
-            found = self._decode(layer, now, compute)
+            found = self._decode(layer, now, compute, rows_each if fuse and now.packed is None else math.inf)
             if now.packed is not None or not fuse:  # the next copy may take its place, as soon as it is decoded
                 self._finish(found, now.packed, compute)
             if lora is not None and now.adapters is not None:
@@ -373,7 +382,7 @@ class GpuLane:
     def _held(self, layer: ExpertLayer) -> dict[int, int]:
         return self.residents.slots(layer) if self.residents is not None else {}
 
-    def _decode(self, layer: ExpertLayer, chunk: Chunk, compute: object) -> DecodedChunk:
+    def _decode(self, layer: ExpertLayer, chunk: Chunk, compute: object, rows_each: float) -> DecodedChunk:
         slots = None
         if chunk.packed is not None:
             chunk.packed.wait(compute)
@@ -382,10 +391,9 @@ class GpuLane:
             self.residents.arrived.wait(compute)
             slots = self._buffers.slots[: len(chunk.experts)]
             slots.copy_(chunk.slots)
-        return self._decoding(layer, chunk, slots)
+        return self._decoding(layer, chunk, slots, rows_each)
 
-    @staticmethod
-    def _decoding(layer: ExpertLayer, chunk: Chunk, slots: Tensor | None) -> DecodedChunk:
+    def _decoding(self, layer: ExpertLayer, chunk: Chunk, slots: Tensor | None, rows_each: float) -> DecodedChunk:
         """A chunk that is left to be decoded; `slots` are its own, in memory that recorded kernels read."""
         layout, count = chunk.layout, len(chunk.experts)
         weights, place = layout.decoded(count), chunk.packed or layout.packed[0]
@@ -393,8 +401,11 @@ class GpuLane:
         if slots is not None:
             blocks, held = place.views, layout.blocks
             addresses = *addresses, *(each.data_ptr() for each in (slots, *held))
-        work = partial(decode, layer.format, layout.slices, blocks, weights, slots=slots, held=held)
-        return DecodedChunk(chunk.experts, weights, left=[kernels_of(chunk, addresses, work)])
+        packed = PackedExperts(layer.format, layout.slices, blocks, slots, held)
+        if in_place := self._ops.reads_packed(layer.format, rows_each):
+            weights = replace(weights, packed=packed)
+        work = partial(decode, packed, weights, self._ops)
+        return DecodedChunk(chunk.experts, weights, left=[kernels_of(chunk, addresses, work, in_place)])
 
     @contextlib.contextmanager
     def using(self, layer: ExpertLayer, work: str) -> Iterator[None]:

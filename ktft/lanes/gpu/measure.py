@@ -14,7 +14,7 @@ from ktft.lanes.decide.costs import LayerKind, Rates
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, decode, place
 from ktft.lanes.ops.dropout import room_for_streams, write_streams
-from ktft.lanes.ops.weights import ChunkWeights
+from ktft.lanes.ops.weights import ChunkWeights, PackedExperts
 from ktft.lanes.routes import Routes, lay_out
 from ktft.lanes.terms import Work
 from ktft.lora import ExpertLora, LoraPair
@@ -48,10 +48,10 @@ def _chunks(lane: GpuLane, layer: ExpertLayer, lora: ExpertLora | None) -> Calla
         index = torch.arange(few, device=device).repeat_interleave(rows)[:, None]
         weights = torch.ones(index.shape, device=device)
         out, grad_weights = torch.zeros_like(hidden, dtype=torch.float32), torch.zeros_like(weights)
-        decoded = ChunkWeights.empty(layer, few, lora, device)
+        decoded, packed = ChunkWeights.empty(layer, few, lora, device), PackedExperts(layer.format, slices, blocks)
         (pieces,) = lay_out(Routes(index, [rows] * few), [range(few)])
         for _ in range(-(-experts // few)):
-            decode(layer.format, slices, blocks, decoded)
+            decode(packed, decoded)
             place(lora, decoded)
             common = decoded, lora, pieces, hidden, weights, layer.swiglu
             if work == Work.FORWARD:

@@ -186,7 +186,7 @@ class SteadyLane:
         if not self._lane.go_at_once(chunks):
             run_together(self._recorded, [kernels.pop()])
         queued = 0
-        for group in self._groups(layer, chunks, taken.lora):
+        for group in self._groups(layer, taken):
             numbered = list(enumerate(group, queued))
             for number, decoded in numbered:
                 before(number, decoded)
@@ -198,13 +198,14 @@ class SteadyLane:
             kernels, queued = [], queued + len(group)
             yield from numbered
 
-    def _groups(self, layer: ExpertLayer, chunks: list[Chunk], lora: ExpertLora | None) -> Iterator[list[DecodedChunk]]:
+    def _groups(self, layer: ExpertLayer, taken: _Taken) -> Iterator[list[DecodedChunk]]:
         """Chunks that are queued together. One that streams in must be decoded before the next can take its place."""
-        if self._lane.go_at_once(chunks):
-            with self._lane.at_once(layer, chunks, lora) as every:
+        rows_each = taken.memory.index.numel() / layer.num_experts
+        if self._lane.go_at_once(taken.chunks):
+            with self._lane.at_once(layer, taken.chunks, taken.lora, rows_each) as every:
                 yield every
         else:
-            for each in self._lane.decoded(layer, chunks, lora, fuse=True):
+            for each in self._lane.decoded(layer, taken.chunks, taken.lora, True, rows_each):
                 yield [each]
 
     def _with_streams(self, lora: ExpertLora | None) -> ExpertLora | None:

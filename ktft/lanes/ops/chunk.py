@@ -7,7 +7,6 @@ from the hidden states, so nothing is kept after forward.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,39 +14,24 @@ from torch import Tensor
 
 from ktft.device import device_of
 from ktft.lanes.ops.interface import Operations, operations
-from ktft.lanes.ops.weights import PLACES, Adapters, ChunkMatrix, ChunkWeights
+from ktft.lanes.ops.weights import PLACES, Adapters, ChunkMatrix, ChunkWeights, PackedExperts
 from ktft.lanes.routes import ChunkRows, Piece
 from ktft.lora import ExpertLora
-from ktft.native.packed import PackedSlice
 from ktft.swiglu import Swiglu
 
 
-def decode(
-    format: str,
-    slices: Sequence[PackedSlice],
-    blocks: Sequence[Tensor],
-    out: ChunkWeights,
-    ops: Operations | None = None,
-    slots: Tensor | None = None,
-    held: Sequence[Tensor] = (),
-) -> None:
+def decode(packed: PackedExperts, out: ChunkWeights, ops: Operations | None = None) -> None:
     """Decode packed experts, exactly: bf16 holds what the formats' values are without their rows' scales.
 
     Args:
-        format, slices: the layer's.
-        blocks: of each slice uint8 `[n, expert_bytes]` on the device of `out`: experts' packed bytes.
-        out: of G experts.
+        packed: G experts on the device of `out`.
+        out: of G experts. If it has `packed`, no values are decoded, but scales and biases alone.
         ops: by default the best for the device.
-        slots: int32 `[G]` on the device: which row of `held` each expert is, or -1 - its row of `blocks`. By default
-            they are the first rows of `blocks`.
-        held: other packed bytes, of each slice like `blocks`.
     """
     ops = ops or operations(out.down.values.device)
-    others: Sequence[Tensor | None] = held or [None] * len(slices)
-    for part, block, other in zip(slices, blocks, others, strict=True):
-        for matrix, row, col in ((out.gate_up, part.begin, 0), (out.down, 0, part.begin)):
-            packed = [part.matrices[name] for name in matrix.projections]
-            ops.decode(format, block, slots, other, packed, matrix, row, col)
+    for matrix in (out.gate_up, out.down):
+        for part in packed.parts(matrix):
+            ops.decode(part, matrix, out.packed is None)
 
 
 def place(lora: ExpertLora | None, out: ChunkWeights, ops: Operations | None = None) -> None:
@@ -91,6 +75,7 @@ class _Side:
     matrix: ChunkMatrix
     adapters: Adapters | None
     ops: Operations
+    weights: ChunkWeights
 
     def rows(self, piece: Piece) -> Tensor:
         """Memory for inputs, with the columns behind them that LoRA and the biases need."""
@@ -109,11 +94,16 @@ class _Side:
     def outputs(self, x: Tensor, piece: Piece) -> Tensor:
         """The outputs for x, with A x written behind it."""
         self.add_places(x, piece)
+        if (packed := self.weights.packed) is not None:
+            return self.ops.outputs(x, self.matrix, packed, piece)
         return grouped(x, self.matrix.transposed, piece)
 
     def input_grads(self, dy: Tensor, piece: Piece) -> Tensor:
         """Wᵀ dy + Aᵀ Bᵀ dy, with Bᵀ dy in the columns behind it."""
-        dx = grouped(dy, self.matrix.values, piece)
+        if (packed := self.weights.packed) is not None:
+            dx = self.ops.input_grads(dy, self.matrix, packed, piece)
+        else:
+            dx = grouped(dy, self.matrix.values, piece)
         if self.adapters is not None:
             for begin, end, dropout in self.adapters.masked():
                 self.ops.add_low_rank(dx, self.adapters.a, piece, begin, end, dropout)
@@ -122,7 +112,7 @@ class _Side:
 
 def _sides(weights: ChunkWeights, lora: ExpertLora | None, ops: Operations | None) -> tuple[_Side, _Side]:
     ops = ops or operations(weights.down.values.device)
-    first, second = (_Side(each, each.adapters(lora), ops) for each in (weights.gate_up, weights.down))
+    first, second = (_Side(each, each.adapters(lora), ops, weights) for each in (weights.gate_up, weights.down))
     return first, second
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from ktft import config
 from ktft.device import device_of
 from ktft.lanes.ops.dropout import Dropout
-from ktft.lanes.ops.weights import Adapters, ChunkMatrix
+from ktft.lanes.ops.weights import Adapters, ChunkMatrix, PackedExperts, PackedPart
 from ktft.lanes.routes import ChunkBounds, Piece
 from ktft.native.packed import PackedMatrix
 from ktft.swiglu import Swiglu
@@ -31,26 +30,27 @@ class Operations(Protocol):
     Nothing waits for the device.
     """
 
-    def decode(
-        self,
-        format: str,
-        blocks: Tensor,
-        slots: Tensor | None,
-        held: Tensor | None,
-        matrices: Sequence[PackedMatrix],
-        out: ChunkMatrix,
-        row: int,
-        col: int,
-    ) -> None:
-        """Values of out `[G, M, rows, cols+]` from `row` and `col` on = M projections, of the same shape and strips, of
-        packed experts, without row scales; these become its scale. Expert g is row g of blocks, uint8
-        `[n, expert_bytes]`. With slots, int32 `[G]`, it is row slots[g] of `held`, which is like blocks, or row
-        -1 - slots[g] of blocks if that is negative. Biases, divided by the scale, become the first two of the last
-        `PLACES` columns, of which the others become zero.
+    def decode(self, part: PackedPart, out: ChunkMatrix, values: bool) -> None:
+        """The part's values of out `[G, M, rows, cols+]` = M projections of packed experts, without row scales; these
+        become its scale. Biases, divided by the scale, become the first two of the last `PLACES` columns, of which the
+        others become zero. Unless `values`, scales and biases are all that is written.
         """
 
     def decode_matrix(self, format: str, packed: Tensor, matrix: PackedMatrix, out: Tensor) -> None:
         """out `[rows, cols]`, in any floating dtype, = the values of one packed matrix, uint8, with all its scales."""
+
+    def reads_packed(self, format: str, rows_each: float) -> bool:
+        """Whether `outputs` and `input_grads` are faster than products of decoded weights, where an expert has so many
+        rows on average.
+        """
+
+    def outputs(self, x: Tensor, matrix: ChunkMatrix, packed: PackedExperts, piece: Piece) -> Tensor:
+        """`[n, outputs]`: each row of x `[n, N+]` times the matrix of its expert, which is read where it is packed, and
+        of `matrix` its columns from N on alone.
+        """
+
+    def input_grads(self, dy: Tensor, matrix: ChunkMatrix, packed: PackedExperts, piece: Piece) -> Tensor:
+        """`[n, N+]`: each row of dy `[n, outputs]` times the transposed matrix of its expert, read as in `outputs`."""
 
     def place(self, adapters: Adapters) -> None:
         """The a of `adapters` = A / kept, in a high and a low part; its b from column N on = scaling · B / scale

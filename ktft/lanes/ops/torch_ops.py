@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ktft.lanes.ops.dropout import Dropout, stays
-from ktft.lanes.ops.weights import PLACES, Adapters, ChunkMatrix
+from ktft.lanes.ops.weights import PLACES, Adapters, ChunkMatrix, PackedExperts, PackedPart
 from ktft.lanes.routes import ChunkBounds, Piece
 from ktft.native.packed import CODE_BYTES, GROUP, PACKED_FORMATS, ROW_BYTES, SCALE_BLOCK, TILE_ROWS, PackedMatrix
 from ktft.swiglu import Swiglu
 
 
-def decode(
-    format: str, blocks: Tensor, slots: Tensor | None, held: Tensor | None, matrices: Sequence[PackedMatrix],
-    out: ChunkMatrix, row: int, col: int,
-) -> None:  # fmt: skip
+def decode(part: PackedPart, out: ChunkMatrix, values: bool) -> None:
     """Experts are decoded one by one, since decoding takes several times the bytes of their codes."""
+    blocks, held, slots = part.blocks, part.held, part.slots
     if slots is not None:
         assert held is not None
         at = slots.long()
         blocks = torch.where((at >= 0)[:, None], held[at.clamp(min=0)], blocks[(-1 - at).clamp(min=0)])
     stacked, scale = out.by_projection
-    for i, matrix in enumerate(matrices):
-        rows = slice(row, row + matrix.rows)
-        for block, decoded in zip(blocks, stacked[:, i, rows, col : col + matrix.cols], strict=True):
-            decoded.copy_(_values(format, block, matrix))
+    for i, matrix in enumerate(part.matrices):
+        rows = slice(part.row, part.row + matrix.rows)
+        if values:
+            to = stacked[:, i, rows, part.col : part.col + matrix.cols]
+            for block, decoded in zip(blocks, to, strict=True):
+                decoded.copy_(_values(part.format, block, matrix))
         scales = None
         if scale is not None and matrix.scales is not None:
             scales = scale[:, i, rows]
@@ -38,6 +37,34 @@ def decode(
             bias, to = _floats(blocks, matrix.bias, matrix.rows), stacked[:, i, rows, -PLACES:]
             to.zero_()
             _split(bias if scales is None else bias / scales, to[..., 0], to[..., 1])
+
+
+def reads_packed(format: str, rows_each: float) -> bool:
+    return False
+
+
+def outputs(x: Tensor, matrix: ChunkMatrix, packed: PackedExperts, piece: Piece) -> Tensor:
+    values = _whole(matrix, packed)
+    out = x.new_zeros(piece.rows, values.shape[1])
+    for expert, rows in piece.ranges():
+        torch.mm(x[rows], values[expert].mT, out=out[rows])
+    return out
+
+
+def input_grads(dy: Tensor, matrix: ChunkMatrix, packed: PackedExperts, piece: Piece) -> Tensor:
+    values = _whole(matrix, packed)
+    out = dy.new_zeros(piece.rows, values.shape[2])
+    for expert, rows in piece.ranges():
+        torch.mm(dy[rows], values[expert], out=out[rows])
+    return out
+
+
+def _whole(matrix: ChunkMatrix, packed: PackedExperts) -> Tensor:
+    """The values, decoded, with the further columns of `matrix`."""
+    whole = matrix.changed(torch.clone)
+    for part in packed.parts(whole):
+        decode(part, whole, True)
+    return whole.values
 
 
 def decode_matrix(format: str, packed: Tensor, matrix: PackedMatrix, out: Tensor) -> None:

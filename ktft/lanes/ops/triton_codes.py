@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ktft.device import device_of
+from ktft.lanes.ops.weights import PackedPart
 from ktft.native.packed import CODE_BYTES, GROUP, PACKED_FORMATS, ROW_BYTES, SCALE_BLOCK, TILE_ROWS, PackedFormat
 
 ROWS = tl.constexpr(TILE_ROWS)
@@ -48,16 +50,52 @@ def value_of(code, CODES: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr)
 
 
 @triton.jit
-def _group_scale(codes, halves, tile, at, here, SCALES: tl.constexpr):
-    """The fp32 scales of groups, `at` being a group's number in its tile."""
-    if SCALES == "bf16":
-        scale = tl.load(halves + (tile + _CODE_BYTES) // 2 + at, mask=here, other=0).to(tl.float32)
+def both_codes(code, scale, CODES: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, ASM: tl.constexpr):
+    """What the low and the high codes of bytes stand for, times their groups' fp32 scales, both rounded to bf16, as the
+    products of experts take them. `ASM` is `assembly`'s.
+    """
+    if ASM != "":
+        low, high = tl.inline_asm_elementwise(
+            ASM, "=r,=r,=r,=r,r,r,r", [code, (scale * UNIT).to(tl.bfloat16)], (tl.bfloat16, tl.bfloat16), True, 4
+        )
     else:
-        stored = tl.load(codes + tile + _CODE_BYTES + at, mask=here, other=0).to(tl.int32)
-        if SCALES == "integer":
-            scale = stored.to(tl.float32)
-        elif SCALES == "power_of_two":  # 2^(stored - 127), of which the smallest is subnormal
-            scale = tl.where(stored == 0, 0x00400000, stored << 23).to(tl.float32, bitcast=True)
+        code = code.to(tl.int32)
+        low = (value_of(code & 15, CODES, TABLE, UNIT) * scale).to(tl.bfloat16)
+        high = (value_of(code >> 4, CODES, TABLE, UNIT) * scale).to(tl.bfloat16)
+    return low, high
+
+
+@triton.jit
+def block_of(
+    expert, codes, floats, halves, block_codes, block_floats, slots, held_codes, held_floats, held_halves,
+    held_block_codes, held_block_floats, SLOTTED: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Codes, floats and halves of an expert's block, among those to which `packed_arguments` points."""
+    slot = expert
+    if SLOTTED:
+        slot = tl.load(slots + expert).to(tl.int64)
+        if slot >= 0:
+            codes, floats, halves = held_codes, held_floats, held_halves
+            block_codes, block_floats = held_block_codes, held_block_floats
+        else:
+            slot = -1 - slot
+    if SCALES == "bf16":
+        halves += slot * block_codes // 2
+    return codes + slot * block_codes, floats + slot * block_floats, halves
+
+
+@triton.jit
+def group_scale(codes, halves, tile, at, here, SCALES: tl.constexpr):
+    """The fp32 scales of groups, `at` being a group's number in its tile, which begins at `codes + tile`. None for
+    `here` says that all exist.
+    """
+    place = halves + (tile + _CODE_BYTES) // 2 + at if SCALES == "bf16" else codes + tile + _CODE_BYTES + at
+    stored = tl.load(place) if here is None else tl.load(place, mask=here, other=0)
+    if SCALES == "power_of_two":  # 2^(stored - 127), of which the smallest is subnormal
+        bits = stored.to(tl.int32)
+        scale = tl.where(bits == 0, 0x00400000, bits << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = stored.to(tl.float32)
     return scale
 
 
@@ -97,9 +135,29 @@ def groups(
     i = tl.arange(0, _HALF)[None, None, :]
     here = group * _GROUP < cols
     tile = source + group // _GROUPS * TILE
-    code = tl.load(codes + tile + r * _ROW_BYTES + group % _GROUPS * _HALF + i, mask=here, other=0).to(tl.int32)
-    scale = _group_scale(codes, halves, tile, r * _GROUPS + group % _GROUPS, here, SCALES)
+    code = tl.load(codes + tile + r * _ROW_BYTES + group % _GROUPS * _HALF + i, mask=here, other=0)
+    scale = group_scale(codes, halves, tile, r * _GROUPS + group % _GROUPS, here, SCALES)
     return code, scale, group * _GROUP, i, here
+
+
+def packed_arguments(part: PackedPart) -> tuple[Any, ...]:
+    """Where the blocks of experts lie, as `block_of` takes it."""
+
+    def each(blocks: Tensor) -> tuple[Any, ...]:
+        codes, floats, halves = views(part.format, blocks)
+        return codes, floats, codes if halves is None else halves, codes.stride(0), floats.stride(0)
+
+    return *each(part.blocks), part.slots, *each(part.blocks if part.held is None else part.held)
+
+
+def offsets(part: PackedPart) -> tuple[tuple[int, ...], ...]:
+    """Of each matrix in a block: its tiles, counted in codes; its scales and biases, counted in floats."""
+    size = code_size(part.format)
+    return (
+        tuple(matrix.tiles // size for matrix in part.matrices),
+        tuple((matrix.scales or 0) // 4 for matrix in part.matrices),
+        tuple((matrix.bias or 0) // 4 for matrix in part.matrices),
+    )
 
 
 @functools.cache
@@ -123,6 +181,46 @@ def constants(format: str) -> dict[str, Any]:
     }
 
 
+@functools.cache
+def assembly(format: str, device: torch.device) -> str:
+    """PTX for `both_codes`, of which the compiler's own instructions are three times as many; empty where a GPU or the
+    format's codes lack it. Four bytes become the bf16 values of four low codes and of four high ones.
+
+    A byte b below 128 under 0x43 is the bf16 number 128 + b. Permutations of bytes look eight magnitudes up at once;
+    for a code whose highest bit is set they find 0, so that a code's magnitude less that of the code with the other
+    sign is its value.
+    """
+    kind, table = _kind_of(PACKED_FORMATS[format])
+    if not device_of(device).has_bf16_pairs():
+        return ""
+    if kind == "signed":
+        values = f"""
+        xor.b32 n, $4, 0x88888888; shr.u32 c1, $4, 16; shr.u32 n1, n, 16;
+        mov.b32 t0, {table % 2**32:#x}; mov.b32 t1, {table >> 32:#x};
+        prmt.b32 c0, t0, t1, $4; prmt.b32 c1, t0, t1, c1; prmt.b32 n0, t0, t1, n; prmt.b32 n1, t0, t1, n1;
+        prmt.b32 v0, c0, k, 0x4240; prmt.b32 v1, c1, k, 0x4240; prmt.b32 v2, c0, k, 0x4341; prmt.b32 v3, c1, k, 0x4341;
+        prmt.b32 m0, n0, k, 0x4240; prmt.b32 m1, n1, k, 0x4240; prmt.b32 m2, n0, k, 0x4341; prmt.b32 m3, n1, k, 0x4341;
+        mov.b32 one, 0xBF80BF80;
+        fma.rn.bf16x2 v0, m0, one, v0; fma.rn.bf16x2 v1, m1, one, v1;
+        fma.rn.bf16x2 v2, m2, one, v2; fma.rn.bf16x2 v3, m3, one, v3;"""
+    elif kind == "linear":
+        less = int(torch.tensor(table - 128.0).bfloat16().view(torch.int16)) & 0xFFFF
+        values = f"""
+        and.b32 c0, $4, 0x0F0F0F0F; shr.u32 c1, $4, 4; and.b32 c1, c1, 0x0F0F0F0F;
+        prmt.b32 v0, c0, k, 0x4140; prmt.b32 v1, c0, k, 0x4342; prmt.b32 v2, c1, k, 0x4140; prmt.b32 v3, c1, k, 0x4342;
+        mov.b32 one, 0x3F803F80; mov.b32 n, {less << 16 | less:#x};
+        fma.rn.bf16x2 v0, v0, one, n; fma.rn.bf16x2 v1, v1, one, n;
+        fma.rn.bf16x2 v2, v2, one, n; fma.rn.bf16x2 v3, v3, one, n;"""
+    else:
+        return ""
+    return f"""{{
+        .reg .b32 k, one, zero, n, t0, t1, c0, c1, n0, n1, v0, v1, v2, v3, m0, m1, m2, m3;
+        mov.b32 k, 0x43434343; mov.b32 zero, 0x80008000;{values}
+        fma.rn.bf16x2 $0, v0, $5, zero; fma.rn.bf16x2 $1, v1, $6, zero;
+        fma.rn.bf16x2 $2, v2, $5, zero; fma.rn.bf16x2 $3, v3, $6, zero;
+    }}"""
+
+
 def _kind_of(form: PackedFormat) -> tuple[str, int]:
     """CODES and TABLE."""
     if not form.values:
@@ -142,6 +240,11 @@ def _kind_of(form: PackedFormat) -> tuple[str, int]:
 def _dtype(form: PackedFormat) -> torch.dtype:
     """As `value_of` takes codes: not every GPU has E4M3 itself."""
     return torch.uint8 if form.code_dtype == torch.float8_e4m3fn else form.code_dtype
+
+
+def code_size(format: str) -> int:
+    """Bytes of a code, or of two that share a byte."""
+    return _dtype(PACKED_FORMATS[format]).itemsize
 
 
 def views(format: str, packed: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

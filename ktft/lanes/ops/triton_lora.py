@@ -22,14 +22,13 @@ UNSPECIALIZED = {
 
 
 @triton.jit
-def _tile(ends, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """The expert of this program's tile, which is at most ROWS of that expert's rows: from `first` to before `last`."""
+def tile_of(ends, experts, tile, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """The expert of a tile, which is at most ROWS of that expert's rows: from `first` to before `last`."""
     g = tl.arange(0, EXPERTS)
     end = tl.load(ends + g, mask=g < experts, other=0)
     begin = tl.load(ends + g - 1, mask=(g > 0) & (g < experts), other=0)
     tiles = tl.where(g < experts, (end - begin + ROWS - 1) // ROWS, 0)
     upto = tl.cumsum(tiles, 0)
-    tile = tl.program_id(0)
     expert = tl.sum((upto <= tile).to(tl.int32), 0)
     mine = g == expert
     first = tl.sum(tl.where(mine, begin + (tile - upto + tiles) * ROWS, 0), 0)
@@ -103,7 +102,7 @@ def _low_rank(
     rows, rows_row, a, ends, routes, experts, cols, places, begin, ranks, stream, threshold,
     DROPS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    expert, first, last = _tile(ends, experts, EXPERTS, ROWS)
+    expert, first, last = tile_of(ends, experts, tl.program_id(0), EXPERTS, ROWS)
     if first >= last:
         return
     row = first + tl.arange(0, ROWS)
@@ -132,7 +131,7 @@ def _add_low_rank(
     rows, rows_row, a, ends, routes, experts, cols, places, begin, ranks, stream, threshold,
     DROPS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    expert, first, last = _tile(ends, experts, EXPERTS, ROWS)
+    expert, first, last = tile_of(ends, experts, tl.program_id(0), EXPERTS, ROWS)
     if first >= last:
         return
     row = first + tl.arange(0, ROWS)
@@ -231,7 +230,7 @@ def _block(ranks: int) -> int:
 
 
 def _tiles(piece: Piece) -> tuple[int, dict[str, int]]:
-    """A bound on the number of tiles that the experts' rows make, and the constants of `_tile`."""
+    """A bound on the number of tiles that the experts' rows make, and the constants of `tile_of`."""
     experts = piece.experts
     return cdiv(piece.rows, ROWS) + experts, {"EXPERTS": max(32, power_of_2(experts)), "ROWS": ROWS}
 

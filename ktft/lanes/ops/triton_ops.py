@@ -9,6 +9,7 @@ from torch import Tensor
 from ktft.lanes.ops.triton_decode import decode, decode_matrix  # noqa: F401
 from ktft.lanes.ops.triton_launch import cdiv, power_of_2, short
 from ktft.lanes.ops.triton_lora import add_low_rank, lora_gradients, low_rank, place  # noqa: F401
+from ktft.lanes.ops.triton_products import input_grads, outputs, reads_packed  # noqa: F401
 from ktft.lanes.ops.triton_routes import find_bad, sort_routes  # noqa: F401
 from ktft.lanes.routes import Piece
 from ktft.swiglu import Swiglu

@@ -6,15 +6,16 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ktft.config import PROJECTIONS
 from ktft.lanes.ops.dropout import Dropout
 from ktft.lora import ExpertLora, LoraPair
 from ktft.native import ExpertLayer
-from ktft.native.packed import PACKED_FORMATS
+from ktft.native.packed import PACKED_FORMATS, PackedMatrix, PackedSlice
 
 PLACES = 16
 """LoRA ranks and biases take a multiple of this many columns of a decoded matrix, so that rows stay aligned. Tensor
@@ -57,6 +58,11 @@ class ChunkMatrix:
         """`values` and `scale` as `[G, projections, outputs of one, ...]`."""
         cut = len(self.projections), -1
         return self.values.unflatten(1, cut), None if self.scale is None else self.scale.unflatten(1, cut)
+
+    @functools.cached_property
+    def inputs(self) -> int:
+        """Columns of `values` that are weights."""
+        return self.values.shape[2] - 2 * sum(self.places.values()) - PLACES * self.biases
 
     @functools.cached_property
     def transposed(self) -> Tensor:
@@ -123,11 +129,58 @@ class Adapters:
 
 
 @dataclass(frozen=True)
+class PackedExperts:
+    """Where the packed bytes of G experts lie on a device.
+
+    Attributes:
+        format, slices: the layer's.
+        blocks: of each slice uint8 `[n, expert_bytes]`.
+        slots: int32 `[G]`: which row of `held` each expert is, or -1 - its row of `blocks`. By default experts are the
+            first rows of `blocks`.
+        held: other packed bytes, of each slice like `blocks`.
+    """
+
+    format: str
+    slices: Sequence[PackedSlice]
+    blocks: Sequence[Tensor]
+    slots: Tensor | None = None
+    held: Sequence[Tensor] = ()
+
+    def parts(self, matrix: ChunkMatrix) -> Iterator[PackedPart]:
+        """What each slice has of a matrix."""
+        others: Sequence[Tensor | None] = self.held or [None] * len(self.slices)
+        split_inputs = PROJECTIONS[-1] in matrix.projections
+        for part, block, other in zip(self.slices, self.blocks, others, strict=True):
+            row, col = (0, part.begin) if split_inputs else (part.begin, 0)
+            packed = [part.matrices[name] for name in matrix.projections]
+            yield PackedPart(self.format, block, self.slots, other, packed, row, col)
+
+
+class PackedPart(NamedTuple):
+    """What one slice has of G experts' matrices: M projections, of the same shape and strips, which are part of a
+    `ChunkMatrix`'s values from `row` and `col` on. The other attributes are those of `PackedExperts`.
+    """
+
+    format: str
+    blocks: Tensor
+    slots: Tensor | None
+    held: Tensor | None
+    matrices: Sequence[PackedMatrix]
+    row: int
+    col: int
+
+
+@dataclass(frozen=True)
 class ChunkWeights:
-    """G decoded experts: gate and up, whose outputs lie one above the other, and down. Without gates, up alone."""
+    """G decoded experts: gate and up, whose outputs lie one above the other, and down. Without gates, up alone.
+
+    Attributes:
+        packed: the same experts, if products should read them instead, and find only the further columns decoded.
+    """
 
     gate_up: ChunkMatrix
     down: ChunkMatrix
+    packed: PackedExperts | None = None
 
     @classmethod
     def empty(cls, layer: ExpertLayer, experts: int, lora: ExpertLora | None, device: torch.device) -> ChunkWeights:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ktft.config import PROJECTIONS
 from ktft.lanes.ops import torch_ops
 from ktft.lanes.ops.chunk import decode
-from ktft.lanes.ops.weights import ChunkMatrix, ChunkWeights
+from ktft.lanes.ops.weights import ChunkMatrix, ChunkWeights, PackedExperts
 from ktft.native import ELSEWHERE
 from ktft.serve.runtime.resident_experts import HotLayer
 
@@ -45,7 +45,7 @@ def _expert(hot: HotLayer, weights: ChunkWeights, x: Tensor, block: Tensor, plac
     packed = [
         bytes_.as_strided((count, part.expert_bytes), (hot.block_bytes, 1))[block][None] for part, bytes_ in hot.slices
     ]
-    decode(hot.layer.format, [part for part, _ in hot.slices], packed, weights, torch_ops)
+    decode(PackedExperts(hot.layer.format, [part for part, _ in hot.slices], packed), weights, torch_ops)
     swiglu = hot.layer.swiglu
     gate, up = _outputs(weights.gate_up, x).chunk(2)
     gate, up = gate + _lora(hot, block, place, "gate_proj", x), up + _lora(hot, block, place, "up_proj", x)

@@ -73,6 +73,7 @@ def _nibbles(
     total = tl.zeros((ROWS, COLS // 32, 16), tl.float32)
     for first in range(0, cols, COLS):
         code, factor, col, i, here = groups(codes, halves, source, first, cols, SCALES, TILE, COLS)
+        code = code.to(tl.int32)
         low = tl.load(x + col + i, mask=here, other=0).to(tl.float32)
         high = tl.load(x + col + 16 + i, mask=here, other=0).to(tl.float32)
         total += factor * (
