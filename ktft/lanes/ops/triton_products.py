@@ -35,7 +35,7 @@ ROWS, OUTPUTS, DEPTH = 64, 128, 64
 """
 FEW_ROWS = {"number": 128, "linear": 128, "signed": 128, "e4m3": 64}
 """The most rows an expert, on average, for which these products are faster than those of decoded weights, by the kind
-of codes. On an H200 those of 64 rows of `k4` take half the time, decoding included, those of 128 rows three quarters.
+of codes. On an H200 forward and backward of 64 rows of `k4` take 0.58 of the time, decoding included, of 128 rows 0.78.
 """
 EXTRA = 32
 """Columns behind a matrix's inputs that are taken at once."""
