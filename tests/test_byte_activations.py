@@ -1,6 +1,7 @@
 """activation_bits=8 with 4-bit formats: rows are rounded to int8, with a scale for each token and 32 columns.
 
-AVX2 and AVX-512 BF16 do so for any number of tokens, the others for few.
+AVX2 and AVX-512 BF16 do so for any number of tokens, the others for few; AVX-512 BF16 does so for many rows of int8, of
+which few are multiplied exactly.
 
 Products are compared with those of rows that torch rounds the same way. What is left is the rounding of outputs to
 bf16.
@@ -22,6 +23,8 @@ from ktft.native.dense import pack_dense
 CODES = "k4", "int4", "mxfp4"
 ROUNDING = [(isa, fmt) for isa, fmt in CASES if isa != "scalar" and fmt in CODES]
 ALWAYS = [isa for isa in ("avx2", "avx512_bf16") if isa in native.isas()]
+BYTES = "avx512_bf16"
+needs_bytes = pytest.mark.skipif(BYTES not in native.isas(), reason="the CPU has no AVX-512 BF16")
 OTHERS = [("scalar", "k4"), *((native.default_isa(), fmt) for fmt in ("int8", "fp8"))]
 THREADS = 4  # as in test_few_rows.py
 LAYER_TOLERANCE = 0.01  # the rounding of h to bf16 can move a code
@@ -63,17 +66,40 @@ def test_product(isa: str, fmt: str) -> None:
                 assert torch.equal(found, dense_product(runtime, fmt, packed, shape, x))
 
 
-@pytest.mark.parametrize("isa", ALWAYS)
-def test_same_bits_whatever_the_threads_and_long_sums(isa: str) -> None:
+@needs_bytes
+def test_product_of_int8() -> None:
+    runtime = native.runtime(isa=BYTES, threads=2)
+    for shape in SHAPES:
+        packed = pack_dense(runtime, "int8", torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+        weight = decoded("int8", packed, shape)
+        for tokens in (1, 5, 12, 13, 33, 150):
+            x = uneven(tokens, shape[1])
+            found = dense_product(runtime, "int8", packed, shape, x, None, 8)
+            rows = x.float() if tokens <= 12 else rounded(x)
+            assert relative(found, rows @ weight.T) < OUTPUT_TOLERANCE
+
+
+@torch.no_grad()
+@needs_bytes
+def test_layer_of_int8() -> None:
+    layer, lora = make_layer(160, 448, "int8", BYTES, 2), make_lora(160, 448, 16, torch.float32)
+    x, index, weights = random_inputs(100, 160, 2)
+    for adapter in (None, lora):
+        found = layer.forward(x, index, weights, adapter, "none", activation_bits=8)[0]
+        assert relative(found, emulated(layer, x, index, weights, [adapter] * 100)) < LAYER_TOLERANCE
+
+
+@pytest.mark.parametrize(("isa", "fmt"), [*((isa, "k4") for isa in ALWAYS), *((isa, "int8") for isa in ALWAYS[1:])])
+def test_same_bits_whatever_the_threads_and_long_sums(isa: str, fmt: str) -> None:
     shape = 96, 1120  # more than two reduction blocks
     weight, x = torch.randn(shape), uneven(140, 1120)
     runtimes = [native.runtime(isa=isa, threads=threads) for threads in (1, 3)]
-    packed = pack_dense(runtimes[0], "k4", weight)
-    found = [dense_product(runtime, "k4", packed, shape, x, None, 8) for runtime in runtimes]
+    packed = pack_dense(runtimes[0], fmt, weight)
+    found = [dense_product(runtime, fmt, packed, shape, x, None, 8) for runtime in runtimes]
     assert torch.equal(*found)
-    assert relative(found[0], rounded(x) @ decoded("k4", packed, shape).T) < OUTPUT_TOLERANCE
+    assert relative(found[0], rounded(x) @ decoded(fmt, packed, shape).T) < OUTPUT_TOLERANCE
     x[3, 40] = torch.inf
-    broken = dense_product(runtimes[0], "k4", packed, shape, x, None, 8)
+    broken = dense_product(runtimes[0], fmt, packed, shape, x, None, 8)
     assert broken[3].isnan().all() and torch.equal(broken[:3], found[0][:3])
 
 

@@ -128,9 +128,9 @@ def test_same_bits_whatever_the_threads_and_beside_other_calls() -> None:
 def test_what_cannot_be_is_refused() -> None:
     layer = make_layer(64, 64, "int8", ISAS[0])
     x, index, weights = (t.detach() for t in inputs_for(ROWS[0], 64))
-    with pytest.raises(ValueError, match=r"format is bf16.*need int8 with tiles.*activation_bits at 16"):
+    with pytest.raises(ValueError, match=r"format is bf16.*need int8 or a 4-bit format.*activation_bits at 16"):
         forward(make_layer(64, 64, "bf16", ISAS[0]), x, index, weights)
-    with pytest.raises(ValueError, match=r"the ISA is scalar.*need tiles.*activation_bits at 16"):
+    with pytest.raises(ValueError, match=r"the ISA is scalar.*need avx512_bf16 or tiles.*activation_bits at 16"):
         forward(make_layer(64, 64, "int8", "scalar"), x, index, weights)
     for activation in ("retain", "recompute"):
         with pytest.raises(ValueError, match=rf'activation is {activation}.*activation="none"'):

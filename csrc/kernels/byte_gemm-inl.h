@@ -1,17 +1,20 @@
-// The forward GEMM with int8 activations (kernels/integer_gemm-inl.h), for 4-bit formats: a call that asks for 8-bit
-// activations and has more tokens than dot products are for. An instruction takes four columns of an output.
+// The forward GEMM with int8 activations (kernels/integer_gemm-inl.h), for 4-bit formats and int8: a call that asks for
+// 8-bit activations and has more tokens than dot products are for. An instruction takes four columns of an output.
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 
 #include "kernels/code_dots-inl.h"
 #include "kernels/integer_gemm-inl.h"
 
 namespace ktft {
 
+// Where int8 is multiplied as words, in twice as many bits, bytes take as long: measured.
 template <class V, class Codec>
 constexpr bool kHasByteGemm = [] {
-  if constexpr (kDotsBytes<V, Codec> && !kHasTiles<V> && requires { V::Codes::kOutputs; })
+  if constexpr (Codec::kFormat == Format::kInt8 && requires { typename V::Words; }) return false;
+  if constexpr (kDotsCodes<V, Codec> && !kHasTiles<V> && requires { V::Codes::kOutputs; })
     return V::Codes::kOutputs == V::kWidth;
   return false;
 }();
@@ -43,6 +46,28 @@ struct ByteProducts {
 
   template <class Codec>
   static void decode(const PackedMatrix& w, int strip, int begin, int groups, int s, Panel& panel) {
+    if constexpr (Codec::kFormat == Format::kInt8)
+      copy_bytes(w, strip, begin, groups, s, panel);
+    else
+      decode_nibbles<Codec>(w, strip, begin, groups, s, panel);
+  }
+
+  // The codes are the values; a row's scale multiplies results.
+  static void copy_bytes(const PackedMatrix& w, int strip, int begin, int groups, int s, Panel& panel) {
+    const uint8_t* tile = w.tile(strip, begin / 64);
+    for (int i = 0; i < ceil_div(groups, 2); i++, tile += kCodeBytes) {
+      alignas(64) uint8_t rows[kTileRows][kRowBytes], fours[16][kRowBytes];
+      for (int r = 0; r < kTileRows; r++)
+        Codes::store(rows[r], Codes::values(Codes::load(tile + r * kRowBytes)));
+      V::transpose_dwords(rows, kRowBytes, fours, kRowBytes);
+      for (int d = 0; d < 16; d++)
+        std::memcpy(panel.fours[i / 2][d / 4 % 2][i % 2 * 8 + d / 8 * 4 + d % 4][s], fours[d], kRowBytes);
+      for (int g = 0; g < 2; g++) std::fill_n(panel.scales[i * 2 + g] + s * kTileRows, kTileRows, 1.f);
+    }
+  }
+
+  template <class Codec>
+  static void decode_nibbles(const PackedMatrix& w, int strip, int begin, int groups, int s, Panel& panel) {
     const auto table = Codes::table(Codec::kWholeValues.at);
     const uint8_t* tile = w.tile(strip, begin / 128);
     for (int i = 0; i < ceil_div(groups, 4); i++, tile += info(Codec::kFormat).tile_bytes) {

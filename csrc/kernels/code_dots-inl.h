@@ -19,8 +19,8 @@ template <class V, class Codec>
 constexpr bool kDotsCodes = requires { typename V::Codes; } &&
                             (requires { Codec::kWholeValues; } || (Codec::kFormat == Format::kInt8 && !kHasTiles<V>));
 
-// Whether X may have one term, for calls that ask for 8-bit activations. int8 gains nothing by that: measured. With
-// tiles w8a8.h is for int8.
+// Whether X may have one term, for calls that ask for 8-bit activations. int8 gains nothing by that with few tokens:
+// measured. With many, byte_gemm-inl.h is for int8, or w8a8.h where there are tiles.
 template <class V, class Codec>
 constexpr bool kDotsBytes = kDotsCodes<V, Codec> && requires { Codec::kWholeValues; };
 

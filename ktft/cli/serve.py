@@ -94,7 +94,7 @@ def serve(
         typer.Option(min=0, help="Experts of a token that decode on a GPU may add one layer late; changes results."),
     ] = 0,
     activation_bits: Annotated[
-        int, typer.Option(help="16; or 8: faster and less exact, for 4-bit formats, and on AMX for int8 experts.")
+        int, typer.Option(help="16; or 8: faster, less exact, for 4-bit formats, and int8 on AMX or AVX-512 BF16.")
     ] = 16,
     supervise: Annotated[bool, typer.Option("--supervise", help="Start again after a crash.")] = False,
     verbose: Annotated[

@@ -246,9 +246,10 @@ class ExpertLayer:
             top_k_weights: `[T, k]` float.
             activation: `retain`, `recompute`, or `none` when no backward follows.
             activation_bits: 16; or 8, which is faster and less exact, and needs activation `none`. With format `int8`
-                it quantizes hidden states and SiLU's output to int8 token by token (about 2% more error) and needs
-                AMX-INT8. With a 4-bit format it rounds them by groups of 32 columns (0.5% more error); AVX-512 without
-                BF16 does so in products of up to 12 rows alone, AMX in those of up to 4.
+                AMX-INT8 quantizes hidden states and SiLU's output to int8 token by token (about 2% more error). With a
+                4-bit format they are rounded by groups of 32 columns (0.5% more error); AVX-512 without BF16 does so in
+                products of up to 12 rows alone, AMX in those of up to 4. So they are with `int8` on AVX-512 BF16
+                without tiles, in products of more than 12 rows. Other ISAs refuse 8 for `int8`.
             out: a contiguous tensor like `hidden_states` for the sum; by default a new one.
 
         Returns:
