@@ -57,8 +57,7 @@ struct ByteProducts {
     const uint8_t* tile = w.tile(strip, begin / 64);
     for (int i = 0; i < ceil_div(groups, 2); i++, tile += kCodeBytes) {
       alignas(64) uint8_t rows[kTileRows][kRowBytes], fours[16][kRowBytes];
-      for (int r = 0; r < kTileRows; r++)
-        Codes::store(rows[r], Codes::values(Codes::load(tile + r * kRowBytes)));
+      for (int r = 0; r < kTileRows; r++) Codes::store(rows[r], Codes::values(Codes::load(tile + r * kRowBytes)));
       V::transpose_dwords(rows, kRowBytes, fours, kRowBytes);
       for (int d = 0; d < 16; d++)
         std::memcpy(panel.fours[i / 2][d / 4 % 2][i % 2 * 8 + d / 8 * 4 + d % 4][s], fours[d], kRowBytes);

@@ -9,10 +9,9 @@ void check_w8a8(const char* name, Isa isa, const PackedExperts& weights) {
   KTFT_CHECK(
       weights.format() == Format::kInt8, name, ": activation_bits is 8, but the experts' format is ", format,
       ", and 8-bit activations need int8 or a 4-bit format: pack the experts so, or leave activation_bits at 16");
-  KTFT_CHECK(
-      int8_kernels(isa), name, ": activation_bits is 8, but the ISA is ", isa_name(isa),
-      ", and 8-bit activations of int8 need avx512_bf16 or tiles (amx_bf16 or amx_emu): leave activation_bits at 16 here, "
-      "or pack the experts in a 4-bit format");
+  KTFT_CHECK(int8_kernels(isa), name, ": activation_bits is 8, but the ISA is ", isa_name(isa),
+             ", and 8-bit activations of int8 need avx512_bf16 or tiles (amx_bf16 or amx_emu): leave activation_bits "
+             "at 16 here, or pack the experts in a 4-bit format");
   KTFT_CHECK(isa != Isa::kAmxBf16 || cpu_features().amx_int8, name,
              ": activation_bits is 8, but this CPU has no AMX-INT8: leave activation_bits at 16 here");
   const int longest = std::max(weights.shape().hidden, weights.shape().intermediate);
