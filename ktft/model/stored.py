@@ -69,7 +69,7 @@ class StoredActivations:
     def fitting(self, tokens: int) -> int:
         """How many layers can keep their activations of so many tokens, by the memory that is free now."""
         free = self._device.free_bytes()
-        if free is None or not self.may_be or self._steps <= SEEN or not self._most:
+        if free is None or self._memory == 0 or self._steps <= SEEN or not self._most:
             return 0
         needed = self._device.memory_allocated() + int(self._work * max(1.0, tokens / self._most))
         room = free[0] + self._device.memory_reserved() - needed - spare_bytes(needed)
