@@ -6,6 +6,7 @@ import pytest
 import torch
 from contract import (
     GPT_OSS,
+    OUTPUT_TOLERANCE,
     assert_contract,
     compare,
     dropout_oracle,
@@ -14,6 +15,7 @@ from contract import (
     make_gated,
     make_layer,
     make_lora,
+    relative,
     small_lora,
 )
 
@@ -29,7 +31,7 @@ from ktft.dense.formats import layout
 from ktft.lanes.ops import torch_ops, triton_ops
 from ktft.lanes.ops.chunk import decode
 from ktft.lanes.ops.weights import ChunkWeights, PackedExperts
-from ktft.lanes.routes import PIECE_ROWS, ChunkBounds
+from ktft.lanes.routes import PIECE_ROWS, ChunkBounds, Piece
 from ktft.lora import ExpertLora
 from ktft.native.dense import pack_dense
 from ktft.swiglu import GELU_TANH, RELU2, Swiglu, clamped_after
@@ -50,9 +52,9 @@ def test_decode(fmt: str) -> None:
 
 @pytest.mark.parametrize("slots", [[4, 1, 2], [4, -2, 1], [-1, -3, -2]])
 @pytest.mark.parametrize("fmt", EXPERT_FORMATS)
-def test_decode_of_residents_and_copies(fmt: str, slots: list[int]) -> None:
+def test_residents_and_copies(fmt: str, slots: list[int]) -> None:
     """Residents lie in any blocks of an arena, with the slices of an expert one behind the other; the others in rows of
-    a buffer.
+    a buffer. They are decoded, or multiplied where they are.
     """
     layer, device = make_layer(160, 288, fmt, native.default_isa(), nodes=2), torch.device(DEVICE)
     packed, numbers = blocks(layer, [3, 0, 2], device), torch.tensor(slots, dtype=torch.int32, device=device)
@@ -64,13 +66,25 @@ def test_decode_of_residents_and_copies(fmt: str, slots: list[int]) -> None:
         for slot, block in zip(slots, each, strict=True):
             (held if slot >= 0 else copied)[-1][slot if slot >= 0 else -1 - slot] = block
         at += each.shape[1]
+    where = PackedExperts(fmt, layer.slices(), copied, numbers, held)
     ours, expected = ChunkWeights.empty(layer, 3, None, device), decoded(layer, [3, 0, 2], None, device, torch_ops)
     for ops in (torch_ops, triton_ops):
         for matrix in (ours.gate_up, ours.down):
             matrix.values.fill_(torch.nan)
-        decode(PackedExperts(fmt, layer.slices(), copied, numbers, held), ours, ops)
+        decode(where, ours, ops)
         assert torch.equal(ours.gate_up.values, expected.gate_up.values)
         assert torch.equal(ours.down.values, expected.down.values)
+    ends, routes = torch.tensor([2, 2, 7], device=device), torch.arange(7, device=device)
+    piece = Piece(0, [2, 0, 5], ends.int(), routes.int(), routes.int(), 1)
+    for matrix, whole in ((ours.gate_up, expected.gate_up), (ours.down, expected.down)):
+        matrix.values.fill_(torch.nan)
+        x, dy = (torch.randn(7, size, device=device).bfloat16() for size in (matrix.inputs, matrix.values.shape[1]))
+        own = [whole.values[0]] * 2 + [whole.values[2]] * 5
+        found = triton_ops.outputs(x, matrix, where, piece), triton_ops.input_grads(dy, matrix, where, piece)
+        rows = [row.float() @ each.float().T for row, each in zip(x, own, strict=True)]
+        grads = [row.float() @ each.float() for row, each in zip(dy, own, strict=True)]
+        for ours_of_rows, exact in zip(found, (rows, grads), strict=True):
+            assert relative(ours_of_rows, torch.stack(exact)) < OUTPUT_TOLERANCE
 
 
 @pytest.mark.parametrize("fmt", EXPERT_FORMATS)
