@@ -75,7 +75,7 @@ class _Side:
     matrix: ChunkMatrix
     adapters: Adapters | None
     ops: Operations
-    weights: ChunkWeights
+    packed: PackedExperts | None
 
     def rows(self, piece: Piece) -> Tensor:
         """Memory for inputs, with the columns behind them that LoRA and the biases need."""
@@ -94,14 +94,14 @@ class _Side:
     def outputs(self, x: Tensor, piece: Piece) -> Tensor:
         """The outputs for x, with A x written behind it."""
         self.add_places(x, piece)
-        if (packed := self.weights.packed) is not None:
-            return self.ops.outputs(x, self.matrix, packed, piece)
+        if self.packed is not None:
+            return self.ops.outputs(x, self.matrix, self.packed, piece)
         return grouped(x, self.matrix.transposed, piece)
 
     def input_grads(self, dy: Tensor, piece: Piece) -> Tensor:
         """Wᵀ dy + Aᵀ Bᵀ dy, with Bᵀ dy in the columns behind it."""
-        if (packed := self.weights.packed) is not None:
-            dx = self.ops.input_grads(dy, self.matrix, packed, piece)
+        if self.packed is not None:
+            dx = self.ops.input_grads(dy, self.matrix, self.packed, piece)
         else:
             dx = grouped(dy, self.matrix.values, piece)
         if self.adapters is not None:
@@ -112,7 +112,7 @@ class _Side:
 
 def _sides(weights: ChunkWeights, lora: ExpertLora | None, ops: Operations | None) -> tuple[_Side, _Side]:
     ops = ops or operations(weights.down.values.device)
-    first, second = (_Side(each, each.adapters(lora), ops, weights) for each in (weights.gate_up, weights.down))
+    first, second = (_Side(each, each.adapters(lora), ops, weights.packed) for each in (weights.gate_up, weights.down))
     return first, second
 
 

@@ -200,21 +200,21 @@ def assembly(format: str, device: torch.device) -> str:
         prmt.b32 c0, t0, t1, $4; prmt.b32 c1, t0, t1, c1; prmt.b32 n0, t0, t1, n; prmt.b32 n1, t0, t1, n1;
         prmt.b32 v0, c0, k, 0x4240; prmt.b32 v1, c1, k, 0x4240; prmt.b32 v2, c0, k, 0x4341; prmt.b32 v3, c1, k, 0x4341;
         prmt.b32 m0, n0, k, 0x4240; prmt.b32 m1, n1, k, 0x4240; prmt.b32 m2, n0, k, 0x4341; prmt.b32 m3, n1, k, 0x4341;
-        mov.b32 one, 0xBF80BF80;
-        fma.rn.bf16x2 v0, m0, one, v0; fma.rn.bf16x2 v1, m1, one, v1;
-        fma.rn.bf16x2 v2, m2, one, v2; fma.rn.bf16x2 v3, m3, one, v3;"""
+        mov.b32 by, 0xBF80BF80;
+        fma.rn.bf16x2 v0, m0, by, v0; fma.rn.bf16x2 v1, m1, by, v1;
+        fma.rn.bf16x2 v2, m2, by, v2; fma.rn.bf16x2 v3, m3, by, v3;"""
     elif kind == "linear":
         less = int(torch.tensor(table - 128.0).bfloat16().view(torch.int16)) & 0xFFFF
         values = f"""
         and.b32 c0, $4, 0x0F0F0F0F; shr.u32 c1, $4, 4; and.b32 c1, c1, 0x0F0F0F0F;
         prmt.b32 v0, c0, k, 0x4140; prmt.b32 v1, c0, k, 0x4342; prmt.b32 v2, c1, k, 0x4140; prmt.b32 v3, c1, k, 0x4342;
-        mov.b32 one, 0x3F803F80; mov.b32 n, {less << 16 | less:#x};
-        fma.rn.bf16x2 v0, v0, one, n; fma.rn.bf16x2 v1, v1, one, n;
-        fma.rn.bf16x2 v2, v2, one, n; fma.rn.bf16x2 v3, v3, one, n;"""
+        mov.b32 by, 0x3F803F80; mov.b32 n, {less << 16 | less:#x};
+        fma.rn.bf16x2 v0, v0, by, n; fma.rn.bf16x2 v1, v1, by, n;
+        fma.rn.bf16x2 v2, v2, by, n; fma.rn.bf16x2 v3, v3, by, n;"""
     else:
         return ""
     return f"""{{
-        .reg .b32 k, one, zero, n, t0, t1, c0, c1, n0, n1, v0, v1, v2, v3, m0, m1, m2, m3;
+        .reg .b32 k, by, zero, n, t0, t1, c0, c1, n0, n1, v0, v1, v2, v3, m0, m1, m2, m3;
         mov.b32 k, 0x43434343; mov.b32 zero, 0x80008000;{values}
         fma.rn.bf16x2 $0, v0, $5, zero; fma.rn.bf16x2 $1, v1, $6, zero;
         fma.rn.bf16x2 $2, v2, $5, zero; fma.rn.bf16x2 $3, v3, $6, zero;

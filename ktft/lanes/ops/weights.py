@@ -203,4 +203,4 @@ class ChunkWeights:
         return cls(gate_up, matrix([last], hidden, intermediate))
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> ChunkWeights:
-        return ChunkWeights(self.gate_up.changed(change), self.down.changed(change))
+        return replace(self, gate_up=self.gate_up.changed(change), down=self.down.changed(change))
