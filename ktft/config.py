@@ -22,7 +22,7 @@ PER_EXPERT, SHARED_OUTER = EXPERT_LORA = ("per_expert", "shared_outer")
 PLACEMENTS = ("auto", "cpu", "stream", "resident")
 DENSE_FORMATS = ("bf16", "fp8", "int8", "k4")
 DENSE_PLACEMENTS = ("auto", "gpu", "host")
-LANE_BYTES = 3 << 29
+LANE_BYTES = 7 << 28
 """Bytes of GPU memory for the staging buffers and the decoded weights of streamed experts, for every model."""
 
 

@@ -382,20 +382,23 @@ class Cuda(Device):
         return min(free, max(0, limit - self.memory_reserved())), limit
 
     def memory_reserved(self) -> int:
-        return torch.cuda.memory_reserved(self.index)
+        return self._memory("reserved_bytes", "current")
 
     def memory_allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.index)
+        return self._memory("allocated_bytes", "current")
+
+    def _memory(self, statistic: str, which: str) -> int:
+        # torch's functions for one statistic flatten and sort them all, which takes longer than a step can spare
+        found = torch.cuda.memory_stats_as_nested_dict(self.index)  # empty before CUDA is initialized
+        return int(found[statistic]["all"][which]) if found else 0
 
     def graph_bytes(self) -> int:
         own: Any = self.indexed().index
-        found = torch.cuda.memory_snapshot()
-        return sum(
-            each["total_size"] for each in found if each["device"] == own and tuple(each["segment_pool_id"]) != (0, 0)
-        )
+        mine = (each for each in torch.cuda.memory_snapshot() if each["device"] == own)
+        return sum(each["total_size"] for each in mine if tuple(each["segment_pool_id"]) != (0, 0))
 
     def peak_bytes(self) -> tuple[int, int]:
-        peak, (free, limit) = torch.cuda.max_memory_allocated(self.index), self._free_and_limit()
+        peak, (free, limit) = self._memory("allocated_bytes", "peak"), self._free_and_limit()
         return peak, max(min(free + self.memory_reserved(), limit) - peak, 0)
 
     def make_current(self) -> None:
@@ -413,10 +416,7 @@ class Cuda(Device):
         return torch.cuda.default_generators[self.indexed().index]
 
     def _free_and_limit(self) -> tuple[int, int]:
-        """Bytes that the driver has left, and bytes that torch may hold in all.
-
-        `torch.cuda.set_per_process_memory_fraction` caps the second.
-        """
+        """Bytes that the driver has left, and that torch may hold in all (`set_per_process_memory_fraction`)."""
         free, total = torch.cuda.mem_get_info(self.index)
         return free, min(total, int(torch.cuda.get_per_process_memory_fraction(self.index) * total))
 

@@ -109,3 +109,11 @@ def build(folder: Path) -> Fake:
     command = [compiler, "-shared", "-fPIC", "-w", "-pthread", "-o", str(folder / "libfake.so"), str(folder / "fake.c")]
     subprocess.run(command, check=True)
     return Fake(folder / "libfake.so")
+
+
+def statistics(reserved: int, allocated: int = 0, peak: int = 0) -> dict[str, dict[str, dict[str, int]]]:
+    """What torch's allocator says of its memory in bytes, as `torch.cuda.memory_stats_as_nested_dict` does."""
+    return {
+        "reserved_bytes": {"all": {"current": reserved}},
+        "allocated_bytes": {"all": {"current": allocated, "peak": peak}},
+    }

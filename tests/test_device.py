@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import Fake
+from fake_cuda import Fake, statistics
 from torch import Tensor
 
 from ktft import device as devices
@@ -88,7 +88,7 @@ def test_flags_and_caps_reach_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.event(blocking=True) == {"enable_timing": False, "blocking": True}
     assert device.event(timing=True) == {"enable_timing": True, "blocking": False}
     asked: list[int | None] = []
-    facts = {"mem_get_info": (20, 100), "max_memory_allocated": 40, "memory_reserved": 70}
+    facts = {"mem_get_info": (20, 100), "memory_stats_as_nested_dict": statistics(70, peak=40)}
     for name, value in (facts | {"get_per_process_memory_fraction": 1.0}).items():
         monkeypatch.setattr(torch.cuda, name, lambda index, value=value: asked.append(index) or value)
     assert device.free_bytes() == (20, 100) and device.peak_bytes() == (40, 50)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import runs
 import torch
+from fake_cuda import statistics
 from given import Checkpoint, RunCli, TrainYaml
 from host_graphs import record_on_host
 from lanes import no_calibration
@@ -58,9 +59,11 @@ class FakeCuda:
     """torch.cuda's memory of one GPU with 24 GiB, of which the driver holds some."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, used: int) -> None:
-        self.used, self.reserved, self.fraction, self.set = used, 0, 1.0, list[float]()
+        self.used, self.reserved, self.allocated, self.fraction, self.set = used, 0, 0, 1.0, list[float]()
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (24 * GIB - self.used - self.reserved, 24 * GIB))
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: self.reserved)
+        monkeypatch.setattr(
+            torch.cuda, "memory_stats_as_nested_dict", lambda _: statistics(self.reserved, self.allocated)
+        )
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: self.fraction)
         monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", self.cap)
 
@@ -141,8 +144,7 @@ def test_weights_that_the_gpu_has_no_room_for_are_refused(base: Path, monkeypatc
     fake, device = FakeCuda(monkeypatch, 20 * GIB), Cuda(torch.device("cuda", 0))
     monkeypatch.setattr(gpu_memory_module, "accelerator", lambda: device)
     monkeypatch.setattr(Cuda, "name", lambda self: "a small GPU")
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1 * GIB)
-    fake.reserved = 2 * GIB  # of an earlier model's, of which half is free again
+    fake.reserved, fake.allocated = 2 * GIB, 1 * GIB  # of an earlier model's, of which half is free again
     require_gpu_memory(3 * GIB)
     with pytest.raises(ValueError, match="dense_placement: host") as caught:
         require_gpu_memory(4 * GIB)

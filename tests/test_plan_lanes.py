@@ -51,7 +51,7 @@ def test_lanes_of_a_described_machine(lanes_of: Callable[..., dict[str, Any]]) -
         assert each["vram"]["resident experts"] == 0
         assert each["vram"]["expert outputs"] == 58 * 2048 * 7168 * 2
     assert any("k4 experts: of their rows" in note and "PCIe" in note for note in by_pcie[0]["notes"])
-    assert any("expert lanes 1.5 GiB, expert outputs 1.6 GiB" in note for note in by_pcie[0]["notes"])
+    assert any("expert lanes 1.7 GiB, expert outputs 1.6 GiB" in note for note in by_pcie[0]["notes"])
     assert any("--pcie 54G, pinned, of 80 GiB" in line for line in lanes_of()["assumptions"])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from contract import EXPERTS, make_layer
+from fake_cuda import statistics
 
 from ktft import native
 from ktft.device import Device, device_of
@@ -130,12 +131,13 @@ def test_auto_takes_what_torch_may_take(monkeypatch: pytest.MonkeyPatch) -> None
     """Not what the driver has: `torch.cuda.set_per_process_memory_fraction` leaves the rest to others."""
     lane = GpuLane("cpu")
     monkeypatch.setattr(lane, "device", torch.device("cuda", 0))
-    facts = {"mem_get_info": (100 << 30, 120 << 30), "get_per_process_memory_fraction": 0.2, "memory_reserved": 8 << 30}
-    for name, value in facts.items():
+    facts = {"mem_get_info": (100 << 30, 120 << 30), "get_per_process_memory_fraction": 0.2}
+    for name, value in (facts | {"memory_stats_as_nested_dict": statistics(8 << 30)}).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     assert device_of(lane.device).free_bytes() == (16 << 30, 24 << 30)
     assert free_for_residents(lane) == (16 - 2) << 30
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 30 << 30)  # before the limit was set
+    before_the_limit = statistics(30 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda *_: before_the_limit)
     assert free_for_residents(lane) == 0
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda import statistics
 from given import Checkpoint
 from stock import load
 from torch import Tensor, nn
@@ -273,8 +274,8 @@ def test_log_says_nothing_before_a_step() -> None:
 @pytest.mark.parametrize(("fraction", "left"), [(1.0, 50), (0.5, 10), (0.2, 0)])
 def test_room_on_a_gpu_is_that_at_its_peak(monkeypatch: pytest.MonkeyPatch, fraction: float, left: int) -> None:
     """Of 100 bytes others hold 10; this process reserved 70, used up to 40, and may be capped."""
-    facts = {"is_available": True, "is_initialized": True, "max_memory_allocated": 40, "memory_reserved": 70}
-    facts |= {"mem_get_info": (20, 100), "get_per_process_memory_fraction": fraction}
+    facts = {"is_available": True, "is_initialized": True, "mem_get_info": (20, 100)}
+    facts |= {"memory_stats_as_nested_dict": statistics(70, peak=40), "get_per_process_memory_fraction": fraction}
     for name, value in facts.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr("ktft.system.available_memory", lambda: 1234)

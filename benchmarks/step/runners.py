@@ -212,7 +212,8 @@ class Ktft(ModelRunner):
                 tokens = sum(ids.numel() for ids in batches[first : first + together])
                 stored = self.order.stored.fitting(tokens) if self.job.gpus == 1 else 0
                 losses += self.order.run(group, self.order.lockstep.seeded(len(group)), tokens, stored)
-        average_gradients(self.model)
+        if self.job.gpus > 1:
+            average_gradients(self.model)
         return torch.stack(losses).sum()
 
     def update(self) -> None:

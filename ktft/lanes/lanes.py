@@ -341,11 +341,20 @@ class DeviceLanes:
         if not told:
             return False
         pairs = [(before, now) for before, now, _ in told]
-        numbers = iter(torch.cat([each for pair in pairs for each in pair]).tolist())
+        numbers = iter(self._on_host(torch.cat([each for pair in pairs for each in pair])).tolist())
         found = [[PassReport.of(list(itertools.islice(numbers, len(each)))) for each in pair] for pair in pairs]
         for (_, now), (*_, look) in zip(reversed(found), reversed(told), strict=True):
             look(now)
         return any(before.routing != now.routing for before, now in found)
+
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        """A tensor's copy in host memory, once the device has made it. CUDA holds a lock while it copies to memory that
+        is not pinned, so the thread of gradients would wait as well.
+        """
+        copied, here = self.gpu.transfer.event(), tensor.to("cpu", non_blocking=True)
+        copied.record(self.gpu.transfer.compute())
+        copied.synchronize()
+        return here
 
     # --- steps of training --------------------------------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ from ktft.native.cuda import Rows, copy_on_host
 
 ALIGNMENT = 256
 """Alignment of each matrix in a buffer, in bytes."""
-LEAST_BUFFERS, MOST_BUFFERS = 2, 4
-"""How many buffers take turns. Two let copies and products overlap. Four hold two layers of two chunks, which then need
-not be copied again where passes turn round: after the last layer's forward, and the first layer's backward.
+LEAST_BUFFERS, MOST_BUFFERS = 2, 6
+"""How many buffers take turns. Two let copies and products overlap. Six hold three layers of two chunks, which need not
+be copied again where passes turn round: after the last layer's forward, and the first layer's backward.
 """
 
 
