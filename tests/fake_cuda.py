@@ -1,4 +1,6 @@
-"""A fake CUDA driver, compiled on demand. It notes every call, and device memory is host memory."""
+"""A fake CUDA driver, compiled on demand, which notes every call and whose device memory is host memory; and what torch
+says of memory on a GPU.
+"""
 
 from __future__ import annotations
 
