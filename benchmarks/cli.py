@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -100,6 +101,19 @@ def _lines(output: Path | None) -> Iterator[TextIO]:
             os.dup2(file.fileno(), 1)
 
 
+@contextmanager
+def _saying(console: Console) -> Iterator[Callable[[str], None]]:
+    """What shows a line about the work at hand: in a terminal's last line, in a file below those before, with the time.
+
+    So whoever reads a log knows what a measurement of minutes is at, and since when.
+    """
+    if console.is_terminal:
+        with console.status("starting ...") as status:
+            yield status.update
+    else:
+        yield lambda words: console.print(f"{datetime.now():%H:%M:%S} {words}", highlight=False, markup=False)
+
+
 def _recorded(
     console: Console, output: Path | None, run: Callable[[Callable[[str], None]], Iterator[Any]]
 ) -> tuple[list[Any], list[str]]:
@@ -108,8 +122,8 @@ def _recorded(
 
     records: list[Any] = []
     failed: list[str] = []
-    with _lines(output) as file, console.status("starting ...") as status:
-        for found in run(status.update):
+    with _lines(output) as file, _saying(console) as say:
+        for found in run(say):
             if isinstance(found, str):
                 failed.append(found)
             else:

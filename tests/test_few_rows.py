@@ -24,7 +24,8 @@ from ktft import native, reference
 from ktft.config import PROJECTIONS
 from ktft.native import ELSEWHERE, ExpertLayer
 
-THREADS = 4  # so many that no task is a whole expert: runs_few_rows in csrc/moe/few_rows.cc
+THREADS = 4  # so many that no task is a whole expert: takes_whole_experts in csrc/moe/few_rows.cc
+ORDERS = pytest.mark.parametrize("threads", [THREADS, 2], ids=["strips", "whole experts"])
 FORMAT_OF = {"amx_emu": "k4"}
 # Others are faster by the GEMM (kMostDotTokens in csrc/kernels/few_tokens-inl.h)
 BY_GEMM = [("amx_emu", "bf16"), ("amx_bf16", "bf16"), ("avx512_bf16", "bf16"), ("avx512_bf16", "fp8")]
@@ -44,10 +45,11 @@ def forward(layer: ExpertLayer, x: Tensor, index: Tensor, weights: Tensor) -> Te
     return out
 
 
+@ORDERS
 @pytest.mark.parametrize(("isa", "fmt"), emulation_in_full(STRIP_CASES))
-def test_every_format(isa: str, fmt: str) -> None:
+def test_every_format(isa: str, fmt: str, threads: int) -> None:
     for hidden, intermediate in ((32, 96), (160, 448)):
-        layer = make_layer(hidden, intermediate, fmt, isa, THREADS)
+        layer = make_layer(hidden, intermediate, fmt, isa, threads)
         for tokens in (1, 2, 5):
             given = random_inputs(tokens, hidden, 2, seed=tokens)
             error = relative(forward(layer, *given), reference.moe(given[0].float(), *given[1:], *dequantized(layer)))
@@ -55,9 +57,10 @@ def test_every_format(isa: str, fmt: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@ORDERS
 @pytest.mark.parametrize(("isa", "fmt"), ISAS)
-def test_other_dtypes_biases_and_another_activation(isa: str, fmt: str, dtype: torch.dtype) -> None:
-    layer = make_gated(96, 160, fmt, isa, THREADS, swiglu=GPT_OSS)
+def test_other_dtypes_biases_and_another_activation(isa: str, fmt: str, threads: int, dtype: torch.dtype) -> None:
+    layer = make_gated(96, 160, fmt, isa, threads, swiglu=GPT_OSS)
     x, index, weights = random_inputs(3, 96, 2, dtype=dtype)
     out = forward(layer, x, index, weights)
     assert out.dtype == dtype
@@ -65,8 +68,9 @@ def test_other_dtypes_biases_and_another_activation(isa: str, fmt: str, dtype: t
     assert relative(out, expected) < OUTPUT_TOLERANCE
 
 
-def test_experts_elsewhere_and_tokens_without_any() -> None:
-    layer = make_layer(64, 96, "int8", native.default_isa(), THREADS)
+@ORDERS
+def test_experts_elsewhere_and_tokens_without_any(threads: int) -> None:
+    layer = make_layer(64, 96, "int8", native.default_isa(), threads)
     x, index, weights = random_inputs(4, 64, 2)
     index[1], index[2, 0] = ELSEWHERE, ELSEWHERE
     x[1] = torch.nan  # padding: nobody reads it
@@ -78,16 +82,18 @@ def test_experts_elsewhere_and_tokens_without_any() -> None:
     assert relative(out, expected) < OUTPUT_TOLERANCE
 
 
-def test_one_expert_with_many_of_the_rows() -> None:
-    layer = make_layer(64, 96, "k4", native.default_isa(), THREADS)
+@ORDERS
+def test_one_expert_with_many_of_the_rows(threads: int) -> None:
+    layer = make_layer(64, 96, "k4", native.default_isa(), threads)
     x, _, weights = random_inputs(6, 64, 2)
     index = torch.tensor([[0, 1], [0, 2], [0, 3], [0, 4], [0, 1], [0, 2]])
     out = forward(layer, x, index, weights)
     assert relative(out, reference.moe(x.float(), index, weights, *dequantized(layer))) < OUTPUT_TOLERANCE
 
 
-def test_the_same_bits_again_and_nan_is_an_error() -> None:
-    layer = make_layer(160, 96, "k4", native.default_isa(), THREADS)
+@ORDERS
+def test_the_same_bits_again_and_nan_is_an_error(threads: int) -> None:
+    layer = make_layer(160, 96, "k4", native.default_isa(), threads)
     x, index, weights = random_inputs(3, 160, 2)
     first = forward(layer, x, index, weights)
     for _ in range(20):
@@ -99,11 +105,12 @@ def test_the_same_bits_again_and_nan_is_an_error() -> None:
     forward(layer, x, index, weights)
 
 
+@ORDERS
 @pytest.mark.parametrize("ranks", [(16,), (4, 40, 17)])
 @pytest.mark.parametrize(("isa", "fmt"), [*ISAS, (native.default_isa(), "k4")])
-def test_each_token_has_its_own_adapter(isa: str, fmt: str, ranks: tuple[int, ...]) -> None:
+def test_each_token_has_its_own_adapter(isa: str, fmt: str, ranks: tuple[int, ...], threads: int) -> None:
     """Of other ranks and projections, and some tokens have none."""
-    layer = make_layer(160, 448, fmt, isa, THREADS)
+    layer = make_layer(160, 448, fmt, isa, threads)
     names = [PROJECTIONS, ("down_proj", "up_proj"), ("gate_proj",)]
     loras = [make_lora(160, 448, r, torch.float32, which) for r, which in zip(ranks, names, strict=False)]
     kept = [layer.keep_lora(lora) for lora in loras]
@@ -121,9 +128,10 @@ def test_each_token_has_its_own_adapter(isa: str, fmt: str, ranks: tuple[int, ..
         assert len(set(of.tolist())) == min(tokens, len(ranks) + 1)
 
 
+@ORDERS
 @torch.no_grad()
-def test_adapters_with_biases_another_activation_and_experts_elsewhere() -> None:
-    layer = make_gated(96, 160, "mxfp4", native.default_isa(), THREADS, swiglu=GPT_OSS)
+def test_adapters_with_biases_another_activation_and_experts_elsewhere(threads: int) -> None:
+    layer = make_gated(96, 160, "mxfp4", native.default_isa(), threads, swiglu=GPT_OSS)
     lora = small_lora(96, 160, 20, torch.float32)
     x, index, weights = random_inputs(4, 96, 2)
     index[1], index[2, 0] = ELSEWHERE, ELSEWHERE

@@ -29,6 +29,35 @@ void pack_strip(const VectorKernels& vec, const bf16* x, int rows, int tokens, i
     for (int r = 0; r < rows; r++) place_few_row(at[r], r, cols, out);
 }
 
+// Products of a few tokens: rows are prepared once, and a task reads a long run of W.
+void product_of_few(Runtime& runtime, const StripKernels& kernels, const PackedMatrix& w, const Affine& out,
+                    int activation_bits, const bf16* x, int tokens, bf16* y) {
+  constexpr int kPerThread = 4;
+  const int64_t row_bytes = kernels.row_bytes(w.cols);
+  char* const placed = runtime.dense_rows.get<char>(size_t(tokens * row_bytes));
+  runtime.pool.run(tokens, [&](int t, int) {
+    kernels.place(x + size_t(t) * w.cols, w.cols, activation_bits, placed + t * row_bytes);
+  });
+  const int strips = w.rows / kTileRows, block = ceil_div(strips, kPerThread * runtime.pool.threads());
+  const VectorKernels& vec = runtime.vec();
+  runtime.pool.run(ceil_div(strips, block), [&](int task, int) {
+    const void* rows[kStripRows];
+    for (int t = 0; t < tokens; t++) rows[t] = placed + t * row_bytes;
+    for (int strip = task * block; strip < std::min((task + 1) * block, strips); strip++) {
+      alignas(64) float results[kStripRows * kTileRows];
+      const uint8_t* const next = strip + 1 < strips ? w.tile(strip + 1, 0) : nullptr;
+      kernels.product({&w, strip, rows, tokens, next, results, activation_bits});
+      const Affine affine = affine_at(out, strip * kTileRows);
+      for (int t = 0; t < tokens; t++) {
+        float* const values = results + t * kTileRows;
+        for (int r = 0; r < kTileRows; r++)
+          values[r] = (affine.scale ? affine.scale[r] : 1.f) * values[r] + (affine.bias ? affine.bias[r] : 0.f);
+        vec.narrow(kTileRows, values, y + size_t(t) * w.rows + strip * kTileRows);
+      }
+    }
+  });
+}
+
 // Outputs of one GEMM call: as many as leave several calls for every thread.
 int block_of(int rows, int threads) {
   constexpr int kPerThread = 4, kLeast = 32;
@@ -65,6 +94,9 @@ void DenseWeight::product(Runtime& runtime, const bf16* x, int tokens, bool bias
   const ForkLock lock(runtime.mutex);
   const PackedMatrix w = dense_matrix(format, rows, cols, const_cast<void*>(packed));
   const VectorKernels& vec = runtime.vec();
+  const StripKernels& strips_of = strip_kernels(runtime.isa, format);
+  if (tokens <= std::min(kStripRows, strips_of.most(activation_bits)))
+    return product_of_few(runtime, strips_of, w, {w.row_scale, biased ? bias : nullptr}, activation_bits, x, tokens, y);
   const Gemm gemm = find_gemm(runtime.isa, format, Pass::kForward);
   const int block = block_of(rows, runtime.pool.threads()), most = std::min(tokens, kMaxTokens);
   for (Scratch& scratch : runtime.scratch)

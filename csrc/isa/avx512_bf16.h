@@ -14,9 +14,10 @@ namespace ktft {
 //   dot                      int32 lane i is sums[i] + the products of bytes 4i to 4i + 3, of values and signed x
 //   dot_low                  the same, for 0 <= x < 128
 //   add_scaled               sums[i] += scales[i / 4] * lane i, all 16; add_scaled_lanes has a scale for each lane
-//   plus_scaled, ..._lanes   the same with sums in a register, where there are registers for the 16 of a strip's rows;
-//                            the scales are those of all rows
+// and where there are registers for the sums of a strip:
+//   plus_scaled_lanes        add_scaled_lanes with sums in a register
 //   sum_fours                lane 4 g + k is the sum of lanes 4 g to 4 g + 3 of the k-th of four
+//   sum_groups               out[k] is the sum of lanes 4 g + k over all g
 //   by_fours                 lane 4 g + k is value g, or 4 k + g if there is one for each row
 //   largest_magnitude        of 32 values of x, the bits of the largest magnitude; NaN is larger than Inf
 //   split                    round(x * factor) = 128 high + low, of 16 values, 0 <= low < 128
@@ -43,12 +44,6 @@ struct VnniCodes {
   static Bytes dot(Bytes sums, Bytes values, Bytes x) { return _mm512_dpbusd_epi32(sums, values, x); }
   static Bytes dot_low(Bytes sums, Bytes values, Bytes x) { return dot(sums, values, x); }
   static Bytes times_128(Bytes lanes) { return _mm512_slli_epi32(lanes, 7); }
-  static Sums plus_scaled(Sums sums, Bytes lanes, const float* scales, int row) {
-    const __m512i groups = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
-    const __m512i of_row = _mm512_add_epi32(groups, _mm512_set1_epi32(row % 4 * 4));
-    const __m512 scale = _mm512_permutexvar_ps(of_row, _mm512_load_ps(scales + row / 4 * 16));
-    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(lanes), scale, sums);
-  }
   static Sums plus_scaled_lanes(Sums sums, Bytes lanes, const float* scales) {
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(lanes), _mm512_load_ps(scales), sums);
   }
@@ -61,6 +56,10 @@ struct VnniCodes {
     const Bytes first = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
     const Bytes second = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
     return _mm512_add_epi32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
+  }
+  static void sum_groups(Sums v, float* out) {
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+    _mm_store_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
   }
   static Sums by_fours(const float* values, bool of_row) {
     const __m512i groups = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);

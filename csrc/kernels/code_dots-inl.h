@@ -207,80 +207,76 @@ __attribute__((noinline)) void dot_tile(const uint8_t* tile, const X* const* x, 
   }
 }
 
-// Whether the sums of a strip's 16 rows and one token stay in registers, so that more products run while weights
-// arrive. Intel's CPUs with tiles read at the memory's rate without.
+// Whether the sums of a strip stay in registers, so that more products run while weights arrive.
 template <class V, class Codec>
-constexpr bool kKeepsSums = kDotsCodes<V, Codec> && !kHasTiles<V> && requires { typename V::Codes::Sums; };
+constexpr bool kKeepsSums = kDotsCodes<V, Codec> && requires { typename V::Codes::Sums; };
 
-// Adds the products of a strip of W and one row of X to results[r]. While a tile is multiplied, ahead(tile) is
+// Adds the products of a strip of int8 and one row of X to results[r]. While a tile is multiplied, ahead.of(tile) is
 // prefetched.
 template <class V, class Codec, class X, class Ahead>
-void dot_codes_row(const uint8_t* tile, int tiles, const X* x, const Ahead& ahead, float* results) {
+void dot_byte_row(const uint8_t* tile, int tiles, const X* x, const Ahead& ahead, float* results) {
   using Codes = typename V::Codes;
-  constexpr int kPlanes = X::kPlanes, kBytes = info(Codec::kFormat).tile_bytes;
-  constexpr bool kNibbles = kPlanes == 2;
+  constexpr int kBytes = info(Codec::kFormat).tile_bytes;
   typename Codes::Sums sums[kTileRows];
 #pragma GCC unroll 16
   for (int r = 0; r < kTileRows; r++) sums[r] = V::zero();
-  typename Codes::Bytes table;
-  if constexpr (kNibbles) table = Codes::table(Codec::kWholeValues.at);
   for (int i = 0; i < tiles; i++, x++, tile += kBytes) {
-    const uint8_t* const next = ahead(tile);
-    alignas(64) float scales[kTileRows * 4];
-    if constexpr (kNibbles) {
-      for (int k = 0; k < kTileRows * 4; k++) scales[k] = Codec::template group_scale<V>(tile, k);
-      for (int k = 0; k < kTileRows * 4; k += V::kWidth)
-        V::store(scales + k, V::mul(V::load(scales + k), V::load(x->scales + k % 16)));
-    }
+    const uint8_t* const next = ahead.of(tile);
     const auto planes = planes_of<Codes>(*x);
-    if (kBytes > kCodeBytes) prefetch(next + kCodeBytes, kBytes - kCodeBytes);
 #pragma GCC unroll 16
     for (int r = 0; r < kTileRows; r++) {
       prefetch(next + r * kRowBytes, kRowBytes);
-      const auto codes = Codes::load(tile + r * kRowBytes);
-      if constexpr (kNibbles) {
-        const auto first = Codes::low_values(table, codes), second = Codes::high_values(table, codes);
-        sums[r] = Codes::plus_scaled(sums[r], planes.dot(first, second), scales, r);
-      } else {
-        const auto values = Codes::values(codes);
-        sums[r] = Codes::plus_scaled_lanes(sums[r], planes.dot(values, values), x->scales);
-      }
+      const auto values = Codes::values(Codes::load(tile + r * kRowBytes));
+      sums[r] = Codes::plus_scaled_lanes(sums[r], planes.dot(values, values), x->scales);
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < kTileRows; r += 4) V::add_sums(results + r, sums[r], sums[r + 1], sums[r + 2], sums[r + 3]);
 }
 
-// The same for 4-bit codes and M tokens, x[t], whose sums are in memory: sums[(t * 4 + q) * 16 + 4 g + k] is that of
-// row 4 q + k and group g. Lanes of four rows are added up before they become floats, which is a third fewer
-// instructions. Prefetches a tile at `ahead`, unless that is null.
-template <class V, class Codec, int M, class X>
-__attribute__((noinline)) void dot_nibbles(const uint8_t* tile, const X* const* x, const uint8_t* ahead, float* sums) {
+// Adds the products of a strip of 4-bit codes and M rows of X, x[t], to results[r * all + t]. While a tile is
+// multiplied, ahead.of(tile) is prefetched. Lanes of four rows are added up before they become floats: a quarter as
+// many sums, so that those of several tokens fit in registers.
+template <class V, class Codec, int M, class X, class Ahead>
+void dot_nibbles(const uint8_t* tile, int tiles, const X* const* x, const Ahead& ahead, int all, float* results) {
   using Codes = typename V::Codes;
-  alignas(64) float own[kTileRows * 4];
-  for (int i = 0; i < kTileRows * 4; i++) own[i] = Codec::template group_scale<V>(tile, i);
-  typename Codes::Sums of_x[M];
-#pragma GCC unroll 4
-  for (int t = 0; t < M; t++) of_x[t] = Codes::by_fours(x[t]->scales, false);
+  constexpr int kFours = kTileRows / 4, kBytes = info(Codec::kFormat).tile_bytes;
+  typename Codes::Sums sums[M][kFours];
+#pragma GCC unroll 32
+  for (int i = 0; i < M * kFours; i++) sums[i / kFours][i % kFours] = V::zero();
   const auto table = Codes::table(Codec::kWholeValues.at);
-  if (ahead) prefetch(ahead + kCodeBytes, info(Codec::kFormat).tile_bytes - kCodeBytes);
-  for (int q = 0; q < kTileRows / 4; q++, tile += 4 * kRowBytes, sums += 16) {
-    if (ahead) prefetch(ahead + q * 4 * kRowBytes, 4 * kRowBytes);
-    const auto scales = Codes::by_fours(own + q * 16, true);
-    typename Codes::Bytes first[4], second[4];
+  for (int i = 0; i < tiles; i++, tile += kBytes) {
+    const uint8_t* const next = ahead.of(tile);
+    alignas(64) float own[kTileRows * 4];
+    for (int k = 0; k < kTileRows * 4; k++) own[k] = Codec::template group_scale<V>(tile, k);
+    typename Codes::Sums of_x[M];
+#pragma GCC unroll 8
+    for (int t = 0; t < M; t++) of_x[t] = Codes::by_fours(x[t][i].scales, false);
+    prefetch(next + kCodeBytes, kBytes - kCodeBytes);
 #pragma GCC unroll 4
-    for (int k = 0; k < 4; k++) {
-      const auto codes = Codes::load(tile + k * kRowBytes);
-      first[k] = Codes::low_values(table, codes), second[k] = Codes::high_values(table, codes);
-    }
+    for (int q = 0; q < kFours; q++) {
+      const auto scales = Codes::by_fours(own + q * 16, true);
+      typename Codes::Bytes first[4], second[4];
 #pragma GCC unroll 4
-    for (int t = 0; t < M; t++) {
-      const auto planes = planes_of<Codes>(*x[t]);
-      const auto lanes = Codes::sum_fours(planes.dot(first[0], second[0]), planes.dot(first[1], second[1]),
-                                          planes.dot(first[2], second[2]), planes.dot(first[3], second[3]));
-      float* const at = sums + t * kTileRows * 4;
-      V::store(at, V::fma(Codes::to_float(lanes), V::mul(scales, of_x[t]), V::load(at)));
+      for (int k = 0; k < 4; k++) {
+        const int at = (q * 4 + k) * kRowBytes;
+        prefetch(next + at, kRowBytes);
+        const auto codes = Codes::load(tile + at);
+        first[k] = Codes::low_values(table, codes), second[k] = Codes::high_values(table, codes);
+      }
+#pragma GCC unroll 8
+      for (int t = 0; t < M; t++) {
+        const auto planes = planes_of<Codes>(x[t][i]);
+        const auto lanes = Codes::sum_fours(planes.dot(first[0], second[0]), planes.dot(first[1], second[1]),
+                                            planes.dot(first[2], second[2]), planes.dot(first[3], second[3]));
+        sums[t][q] = V::fma(Codes::to_float(lanes), V::mul(scales, of_x[t]), sums[t][q]);
+      }
     }
+  }
+  for (int i = 0; i < M * kFours; i++) {
+    alignas(16) float of_rows[4];
+    Codes::sum_groups(sums[i / kFours][i % kFours], of_rows);
+    for (int k = 0; k < 4; k++) results[(i % kFours * 4 + k) * all + i / kFours] += of_rows[k];
   }
 }
 

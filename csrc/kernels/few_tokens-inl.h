@@ -118,15 +118,15 @@ void dot_strip(const PackedMatrix& w, int strip, const bf16* const* x, bf16* pan
   for (int i = 0; i < kTileRows * M; i++) results[i / M * all + i % M] += V::sum(V::load(sums + i * V::kWidth));
 }
 
-// Calls f.template operator()<M>(first) for runs of 1 <= M <= kFewRows tokens.
-template <class Fn>
+// Calls f.template operator()<M>(first) for runs of 1 <= M <= kMost tokens.
+template <int kMost = kFewRows, class Fn>
 void each_few(int tokens, const Fn& f) {
-  for (int t = 0; t < tokens; t += kFewRows) switch (tokens - t) {
-      case 1: f.template operator()<1>(t); break;
-      case 2: f.template operator()<2>(t); break;
-      case 3: f.template operator()<3>(t); break;
-      default: f.template operator()<kFewRows>(t);
-    }
+  const auto run = [&]<int M>(const auto& self, int t) {
+    if constexpr (M > 1)
+      if (tokens - t < M) return self.template operator()<M - 1>(self, t);
+    f.template operator()<M>(t);
+  };
+  for (int t = 0; t < tokens; t += kMost) run.template operator()<kMost>(run, t);
 }
 
 // The same with W's codes and fixed-point rows of X, tile by tile.
@@ -134,28 +134,22 @@ template <class V, class Codec, class X>
 void dot_codes_strip(const PackedMatrix& w, int strip, const X* const* x, int tokens, const DotAhead& further,
                      float* results) {
   constexpr int kTileBytes = info(Codec::kFormat).tile_bytes;
-  if constexpr (kKeepsSums<V, Codec>)
-    if (tokens == 1)
-      return dot_codes_row<V, Codec>(
-          w.tile(strip, 0), w.col_tiles(), x[0], [&](const uint8_t* tile) { return further.of(tile); }, results);
-  constexpr bool kByFours = kKeepsSums<V, Codec> && X::kPlanes == 2;
-  alignas(64) float sums[kTileRows * kMostDots * (kByFours ? 4 : 16)];
-  std::fill_n(sums, kTileRows * tokens * (kByFours ? 4 : 16), 0.f);
   const uint8_t* tile = w.tile(strip, 0);
+  if constexpr (kKeepsSums<V, Codec> && X::kPlanes == 2)
+    return each_few<X::kTerms == kExact ? kFewRows : kStripRows>(
+        tokens, [&]<int M>(int t) {  // what comes next is prefetched once, with the first tokens
+          dot_nibbles<V, Codec, M>(tile, w.col_tiles(), x + t, t ? DotAhead{} : further, tokens, results + t);
+        });
+  if constexpr (kKeepsSums<V, Codec> && X::kPlanes == 1)
+    if (tokens == 1) return dot_byte_row<V, Codec>(tile, w.col_tiles(), x[0], further, results);
+  alignas(64) float sums[kTileRows * kMostDots * 16];
+  std::fill_n(sums, kTileRows * tokens * 16, 0.f);
   for (int i = 0; i < w.col_tiles(); i++, tile += kTileBytes)
     each_few(tokens, [&]<int M>(int t) {
       const X* at[M];
       for (int m = 0; m < M; m++) at[m] = x[t + m] + i;
-      if constexpr (kByFours)
-        dot_nibbles<V, Codec, M>(tile, at, t ? nullptr : further.of(tile), sums + t * kTileRows * 4);
-      else
-        dot_tile<V, Codec, M>(tile, at, t && !kSpreads<M> ? nullptr : further.of(tile), tokens, sums + t * 16);
+      dot_tile<V, Codec, M>(tile, at, t && !kSpreads<M> ? nullptr : further.of(tile), tokens, sums + t * 16);
     });
-  if constexpr (kByFours) {
-    for (int t = 0; t < tokens; t++)
-      for (int i = 0; i < kTileRows * 4; i++) results[(i / 16 * 4 + i % 4) * tokens + t] += sums[t * kTileRows * 4 + i];
-    return;
-  }
   for (int i = 0; i < kTileRows * tokens; i += 4) {
     typename V::F of[4];
     for (int k = 0; k < 4; k++) {
@@ -251,7 +245,9 @@ void few_tokens_forward(const GemmArgs& a) {
 
 // The same where X is int8: with more tokens byte_gemm-inl.h is faster, where there is that.
 template <class V, class Codec>
-constexpr int kMostByteTokens = kHasByteGemm<V, Codec> ? kFewRows : kMostDotTokens<V, Codec>;
+constexpr int kMostByteTokens = kKeepsSums<V, Codec> && kDotsBytes<V, Codec> ? kStripRows
+                                : kHasByteGemm<V, Codec>                     ? kFewRows
+                                                                             : kMostDotTokens<V, Codec>;
 
 // Does the call if it has few tokens. Returns whether it did.
 template <class V, class Codec>
@@ -259,7 +255,9 @@ bool few_tokens(const GemmArgs& a) {
   static_assert(info(Codec::kFormat).dot_tokens <= kFewRows);
   if constexpr (kMostDotTokens<V, Codec> > 0) {
     const bool bytes = kDotsBytes<V, Codec> && a.activation_bits == 8;
-    const int most = bytes ? kMostByteTokens<V, Codec> : kMostDotTokens<V, Codec>;
+    const int most = !bytes         ? kMostDotTokens<V, Codec>
+                     : kHasTiles<V> ? std::min(kFewRows, kMostByteTokens<V, Codec>)  // whose rows are not turned
+                                    : kMostByteTokens<V, Codec>;
     if (reads_rows(most, a.tokens, a.terms[0].w->cols, low_rank_cols(a))) {
       bytes ? few_tokens_forward<V, Codec, kTermsOfBytes<V, Codec>>(a) : few_tokens_forward<V, Codec, kExact>(a);
       return true;

@@ -27,9 +27,9 @@ extern const IsaTable kAmxEmuTable, kScalarTable, kAvx2Table, kAvx512Table, kAvx
 
 template <class V, class Codec>
 consteval void add_format(IsaTable& table) {
-  table.strips[int(Codec::kFormat)] = {kMostDotTokens<V, Codec>, kDotsBytes<V, Codec> || kHasByteGemm<V, Codec>,
-                                       &strip_row_bytes<V, Codec>, &place_strip_row<V, Codec>,
-                                       &strip_product<V, Codec>};
+  table.strips[int(Codec::kFormat)] = {
+      kMostDotTokens<V, Codec>,   kMostByteTokens<V, Codec>,  kDotsBytes<V, Codec> || kHasByteGemm<V, Codec>,
+      &strip_row_bytes<V, Codec>, &place_strip_row<V, Codec>, &strip_product<V, Codec>};
   auto& [forward, backward] = table.gemms[int(Codec::kFormat)];
   if constexpr (kHasTiles<V>) {
     forward = &tile_gemm_forward<V, Codec>;

@@ -87,8 +87,9 @@ static constexpr bool reads_rows(int most, int tokens, int cols, int low_rank) {
 
 using Gemm = void (*)(const GemmArgs&);
 
-// The product of 16 outputs, a strip of W, with at most kFewRows rows of X:
+// The product of 16 outputs, a strip of W, with at most kStripRows rows of X:
 //   results[t, r] = sum_i W[16 strip + r, i] rows[t][i], without W's row scales
+constexpr int kStripRows = 8;
 struct StripArgs {
   const PackedMatrix* w;
   int strip;
@@ -99,11 +100,13 @@ struct StripArgs {
   int activation_bits = 16;  // those that the rows were placed with
 };
 struct StripKernels {
-  int most;                        // the most rows for which they are faster than the GEMM
+  int exact_most, byte_most;       // the most rows for which they are faster than the GEMM, by bits of activations
   bool bytes;                      // whether X may be int8, with a scale for each token and 32 columns
   int64_t (*row_bytes)(int cols);  // of one prepared row, a multiple of 64
   void (*place)(const bf16* row, int cols, int activation_bits, void* out);
   void (*product)(const StripArgs&);
+
+  int most(int activation_bits) const { return activation_bits == 8 ? byte_most : exact_most; }
 };
 
 // Applied to each output of a product: scale * c + bias.

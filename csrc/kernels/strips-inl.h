@@ -27,14 +27,16 @@ void place_strip_row(const bf16* row, int cols, int activation_bits, void* out) 
 
 template <class V, class Codec, int kTerms>
 void code_strip(const StripArgs& a, const DotAhead& further, float* by_output) {
-  const FixedPointOf<V, Codec, kTerms>* rows[kFewRows];
+  const FixedPointOf<V, Codec, kTerms>* rows[kStripRows];
   for (int t = 0; t < a.tokens; t++) rows[t] = static_cast<const FixedPointOf<V, Codec, kTerms>*>(a.rows[t]);
   dot_codes_strip<V, Codec>(*a.w, a.strip, rows, a.tokens, further, by_output);
 }
 
 template <class V, class Codec>
 void strip_product(const StripArgs& a) {
-  float by_output[kTileRows * kFewRows] = {};
+  float spare[kTileRows * kStripRows];
+  float* const by_output = a.tokens == 1 ? a.results : spare;
+  std::fill_n(by_output, kTileRows * a.tokens, 0.f);
   const int64_t bytes = int64_t(a.w->col_tiles()) * info(Codec::kFormat).tile_bytes;
   const DotAhead further{a.w->tile(a.strip, 0) + bytes, a.next, std::min<int64_t>(kDotAhead, bytes)};
   if constexpr (kDotsCodes<V, Codec>) {
@@ -42,13 +44,13 @@ void strip_product(const StripArgs& a) {
                            : code_strip<V, Codec, kExact>(a, further, by_output);
   } else {
     alignas(64) bf16 panel[kDotPieces * kPieceElements];
-    const bf16* rows[kFewRows];
+    const bf16* rows[kStripRows];
     for (int t = 0; t < a.tokens; t++) rows[t] = static_cast<const bf16*>(a.rows[t]);
     each_few(a.tokens, [&]<int M>(int t) {
       dot_strip<V, Codec, M>(*a.w, a.strip, rows + t, panel, further, a.tokens, by_output + t);
     });
   }
-  for (int t = 0; t < a.tokens; t++)
+  for (int t = 0; t < a.tokens && by_output == spare; t++)
     for (int r = 0; r < kTileRows; r++) a.results[t * kTileRows + r] = by_output[r * a.tokens + t];
 }
 

@@ -12,17 +12,22 @@ namespace {
 
 constexpr int kMostTokens = 64;
 
+// The more threads there are, the longer most of them would wait for the one that takes the last expert. Measured with
+// 2 threads, where strips are up to a fifth slower than whole experts, and with 14 and 16.
+bool takes_whole_experts(int experts, int threads) { return 2 * experts >= threads * threads; }
+
 template <class Done>
 void await(const Done& done) {
   while (!done() && !spin(std::chrono::milliseconds(1), done)) {
   }
 }
 
-// One call. First every token's row is prepared. Then come adapters' A x, if there are any, and gate and up, strip by
-// strip of every expert. Down is last: each of its tasks computes some outputs of all experts and adds them up. Threads
-// meet once, before down. Tasks are
-// taken in order and wait for earlier ones alone, so some thread can always go on; none may throw, since others would
-// then wait for ever.
+// One call. First every token's row is prepared. Then come adapters' A x, if there are any. What is left has two
+// orders:
+//   with many threads   gate and up, some strips of an expert a task; then down, some outputs of all experts a task
+//   with few            a whole expert a task, whose weights are read in three long runs; then its rows are added up
+// Threads meet once, before the last kind of task. Tasks are taken in order and wait for earlier ones alone, so some
+// thread can always go on; none may throw, since others would then wait for ever.
 class FewRows {
  public:
   FewRows(Call& call, const TokenRows& hidden, void* out)
@@ -36,7 +41,9 @@ class FewRows {
         width_(call.weights.width(0)),
         size_(call.weights.shape().hidden),
         threads_(call.runtime.pool.threads()),
-        gate_strips_(std::clamp(experts_ * (width_ / kTileRows) / (kPerThread * threads_), 1, kMostStrips)),
+        whole_(takes_whole_experts(experts_, threads_)),
+        gate_strips_(whole_ ? width_ / kTileRows
+                            : std::clamp(experts_ * (width_ / kTileRows) / (kPerThread * threads_), 1, kMostStrips)),
         down_strips_(std::clamp(size_ / kTileRows / (kPerThread * threads_), 1, kMostStrips)),
         gate_tasks_(ceil_div(width_ / kTileRows, gate_strips_)),
         x_bytes_(kernels_.row_bytes(size_)),
@@ -46,12 +53,14 @@ class FewRows {
                  narrow = in_lines(size_t(width_) * sizeof(bf16));
     const size_t tokens = size_t(routes_.tokens), rows = size_t(routes_.rows);
     if (call.adapters) lora_.emplace(call);
-    const size_t own = tokens * (x_bytes_ + wide) + rows * (h_bytes_ + narrow);
+    const size_t sums = whole_ ? rows * size_t(size_) * sizeof(float) : 0;
+    const size_t own = tokens * (x_bytes_ + wide) + rows * (h_bytes_ + narrow) + sums;
     x_ = call.workspace().few_rows.get<char>(own + (lora_ ? lora_->bytes() : 0));
     if (lora_) lora_->take(x_ + own);
     placed_h_ = x_ + tokens * x_bytes_;
     converted_ = placed_h_ + rows * h_bytes_;
     h_ = converted_ + tokens * wide;
+    outputs_ = reinterpret_cast<float*>(h_ + rows * narrow);
     wide_ = wide;
     narrow_ = narrow;
     for (std::atomic<int>& left : left_) left.store(gate_tasks_, std::memory_order_relaxed);
@@ -114,79 +123,112 @@ class FewRows {
   void gate_up(int task, int gates) {
     const RowChunk& rows = routes_.experts[task / gate_tasks_];
     const int begin = task % gate_tasks_ * gate_strips_, end = std::min(begin + gate_strips_, width_ / kTileRows);
-    const std::span<const Projection> inputs = weights_.shape().inputs();
-    const int count = int(inputs.size());
-    PackedMatrix matrix[2];
-    for (int i = 0; i < count; i++) matrix[i] = weights_.matrix(0, rows.expert, inputs[i]);
+    // As far as one can guess, what this thread begins with next
+    const uint8_t* const after = gate_strip(task + threads_, gates);
     await_tokens();
-    for (int strip = begin; strip < end; strip++)
-      for (int first = 0; first < rows.rows; first += kFewRows) {
-        const int few = std::min(kFewRows, rows.rows - first), row = rows.begin + first;
-        const void* x[kFewRows];
-        for (int t = 0; t < few; t++) x[t] = x_ + routes_.token(row + t) * x_bytes_;
-        alignas(64) float results[2][kFewRows * kTileRows];
-        for (int i = 0; i < count; i++) {
-          // What comes next in this task, or, as far as one can guess, in this thread
-          const uint8_t* const next = i + 1 < count     ? matrix[i + 1].tile(strip, 0)
-                                      : strip + 1 < end ? matrix[0].tile(strip + 1, 0)
-                                                        : gate_strip(task + threads_, gates);
-          kernels_.product({&matrix[i], strip, x, few, first ? nullptr : next, results[i], call_.activation_bits});
-        }
-        if (lora_) {
-          lora_->await_low_rank(rows);
-          for (int i = 0; i < count; i++)
-            for (int t = 0; t < few; t++) lora_->add(inputs[i], rows, row + t, strip, results[i] + t * kTileRows);
-        }
-        const int col = strip * kTileRows;
-        for (int t = 0; t < few; t++)
-          call_.vec().swiglu_strip(call_.swiglu, results[0] + t * kTileRows, results[count - 1] + t * kTileRows,
-                                   affine_at(matrix[0], col), affine_at(matrix[count - 1], col), h_row(row + t) + col);
-      }
+    for (int strip = begin; strip < end; strip += kMostStrips) {
+      const int to = std::min(strip + kMostStrips, end);
+      const uint8_t* const next = to < end ? weights_.matrix(0, rows.expert, weights_.shape().inputs()[0]).tile(to, 0)
+                                  : whole_ ? down_strip(rows, 0)
+                                           : after;
+      for (int first = 0; first < rows.rows; first += kStripRows) hidden(rows, first, strip, to, next);
+    }
     if (left_[task / gate_tasks_].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     for (int row = rows.begin; row < rows.begin + rows.rows; row++)
       kernels_.place(h_row(row), width_, call_.activation_bits, placed_h_ + row * h_bytes_);
     if (lora_) lora_->hidden_low_rank(rows, h_, narrow_);
+    if (whole_) outputs(rows, after);
     finished_.fetch_add(1, std::memory_order_release);
+  }
+
+  // h of some strips and at most kStripRows rows of an expert, from `first` on: gate's strips, then those of up. `next`
+  // is read thereafter.
+  void hidden(const RowChunk& rows, int first, int begin, int end, const uint8_t* next) {
+    const std::span<const Projection> inputs = weights_.shape().inputs();
+    const int count = int(inputs.size()), few = std::min(kStripRows, rows.rows - first), row = rows.begin + first;
+    const void* x[kStripRows];
+    for (int t = 0; t < few; t++) x[t] = x_ + routes_.token(row + t) * x_bytes_;
+    PackedMatrix matrix[2];
+    for (int i = 0; i < count; i++) matrix[i] = weights_.matrix(0, rows.expert, inputs[i]);
+    alignas(64) float results[2][kMostStrips][kStripRows * kTileRows];
+    for (int i = 0; i < count; i++)
+      for (int strip = begin; strip < end; strip++) {
+        const uint8_t* const ahead = strip + 1 < end ? matrix[i].tile(strip + 1, 0)
+                                     : i + 1 < count ? matrix[i + 1].tile(begin, 0)
+                                                     : next;
+        float* const to = results[i][strip - begin];
+        kernels_.product({&matrix[i], strip, x, few, first ? nullptr : ahead, to, call_.activation_bits});
+      }
+    if (lora_) lora_->await_low_rank(rows);
+    for (int strip = begin; strip < end; strip++) {
+      const int col = strip * kTileRows;
+      float (*const of)[kMostStrips][kStripRows * kTileRows] = results;
+      for (int t = 0; t < few; t++) {
+        float* const gate = of[0][strip - begin] + t * kTileRows;
+        float* const up = of[count - 1][strip - begin] + t * kTileRows;
+        if (lora_)
+          for (int i = 0; i < count; i++)
+            lora_->add(inputs[i], rows, row + t, strip, of[i][strip - begin] + t * kTileRows);
+        call_.vec().swiglu_strip(call_.swiglu, gate, up, affine_at(matrix[0], col), affine_at(matrix[count - 1], col),
+                                 h_row(row + t) + col);
+      }
+    }
+  }
+
+  // The weighted outputs of one expert's rows; `after` is read thereafter.
+  void outputs(const RowChunk& rows, const uint8_t* after) {
+    const int strips = size_ / kTileRows;
+    for (int strip = 0; strip < strips; strip++)
+      weighted(rows, strip, strip + 1 < strips ? down_strip(rows, strip + 1) : after,
+               [&](int row, const float* values) { std::copy_n(values, kTileRows, output(row, strip)); });
   }
 
   void down(int task) {
     const int begin = task * down_strips_, end = std::min(begin + down_strips_, size_ / kTileRows);
     // While the last of gate and up are computed, memory has nothing else to do
-    prefetch(down_strip(0, begin), kAhead);
+    if (!whole_) prefetch(down_strip(routes_.experts[0], begin), kAhead);
     await([&] { return finished_.load(std::memory_order_acquire) == experts_; });
     for (int strip = begin; strip < end; strip++) {
       alignas(64) float sums[kMostTokens * kTileRows] = {};
+      const auto add = [&](int row, const float* values) {
+        float* const to = sums + routes_.token(row) * kTileRows;
+        for (int r = 0; r < kTileRows; r++) to[r] += values[r];
+      };
       for (int i = 0; i < experts_; i++) {
-        const uint8_t* const next = i + 1 < experts_  ? down_strip(i + 1, strip)
-                                    : strip + 1 < end ? down_strip(0, strip + 1)
+        const RowChunk& rows = routes_.experts[i];
+        const uint8_t* const next = i + 1 < experts_  ? down_strip(routes_.experts[i + 1], strip)
+                                    : strip + 1 < end ? down_strip(routes_.experts[0], strip + 1)
                                                       : nullptr;
-        add_down(routes_.experts[i], strip, next, sums);
+        if (!whole_) weighted(rows, strip, next, add);
+        for (int row = rows.begin; whole_ && row < rows.begin + rows.rows; row++) add(row, output(row, strip));
       }
       store(strip, sums);
     }
   }
 
-  const uint8_t* down_strip(int expert, int strip) const {
-    return weights_.matrix(0, routes_.experts[expert].expert, Projection::kDown).tile(strip, 0);
+  const uint8_t* down_strip(const RowChunk& rows, int strip) const {
+    return weights_.matrix(0, rows.expert, Projection::kDown).tile(strip, 0);
   }
 
-  // Adds one expert's weighted outputs to the sums of its tokens.
-  void add_down(const RowChunk& rows, int strip, const uint8_t* next, float* sums) const {
+  // Calls fn(row, values) with 16 weighted outputs of each row of an expert.
+  template <class Fn>
+  void weighted(const RowChunk& rows, int strip, const uint8_t* next, const Fn& fn) const {
     const PackedMatrix matrix = weights_.matrix(0, rows.expert, Projection::kDown);
     const Affine affine = affine_at(matrix, strip * kTileRows);
-    for (int first = 0; first < rows.rows; first += kFewRows) {
-      const int few = std::min(kFewRows, rows.rows - first), row = rows.begin + first;
-      const void* h[kFewRows];
+    for (int first = 0; first < rows.rows; first += kStripRows) {
+      const int few = std::min(kStripRows, rows.rows - first), row = rows.begin + first;
+      const void* h[kStripRows];
       for (int t = 0; t < few; t++) h[t] = placed_h_ + (row + t) * h_bytes_;
-      alignas(64) float results[kFewRows * kTileRows];
+      alignas(64) float results[kStripRows * kTileRows];
       kernels_.product({&matrix, strip, h, few, first ? nullptr : next, results, call_.activation_bits});
       for (int t = 0; t < few; t++) {
-        if (lora_) lora_->add(Projection::kDown, rows, row + t, strip, results + t * kTileRows);
-        float* const to = sums + routes_.token(row + t) * kTileRows;
-        const float* const from = results + t * kTileRows;
+        float* const values = results + t * kTileRows;
+        if (lora_) lora_->add(Projection::kDown, rows, row + t, strip, values);
         const float weight = call_.row_weight(row + t);
         for (int r = 0; r < kTileRows; r++)
-          to[r] += weight * ((affine.scale ? affine.scale[r] : 1.f) * from[r] + (affine.bias ? affine.bias[r] : 0.f));
+          values[r] =
+              weight * ((affine.scale ? affine.scale[r] : 1.f) * values[r] + (affine.bias ? affine.bias[r] : 0.f));
+        fn(row + t, values);
       }
     }
   }
@@ -205,6 +247,7 @@ class FewRows {
   }
 
   bf16* h_row(int row) const { return reinterpret_cast<bf16*>(h_ + row * narrow_); }
+  float* output(int row, int strip) const { return outputs_ + size_t(row) * size_ + strip * kTileRows; }
 
   static constexpr size_t kAhead = 4 << 10;  // bytes of a strip, whatever its format
 
@@ -215,11 +258,13 @@ class FewRows {
   const TokenRows& hidden_;
   void* const out_;
   const int experts_, width_, size_, threads_;
+  const bool whole_;                     // whether a task is a whole expert
   const int gate_strips_, down_strips_;  // of a task
   const int gate_tasks_;                 // of an expert
   const size_t x_bytes_, h_bytes_;       // of prepared rows
   size_t wide_, narrow_;                 // bytes of rows of hidden states and of h
   char *x_, *placed_h_, *converted_, *h_;
+  float* outputs_;  // of whole experts, weighted, [rows, hidden]
   std::optional<FewLora> lora_;
   std::vector<std::atomic<int>> left_;  // tasks of gate and up, by expert
   std::atomic<int> placed_{0};          // tokens
@@ -233,13 +278,10 @@ bool runs_few_rows(const Call& call) {
   const Routes& routes = call.routes;
   const StripKernels& kernels = strip_kernels(call.runtime.isa, call.weights.format());
   if (call.lora || call.int8 || call.weights.nodes() > 1 || call.runtime.pool.nodes() > 1) return false;
-  const int experts = int(routes.experts.size()), threads = call.runtime.pool.threads();
-  // The other orders read longer runs of memory, but the more threads there are, the longer most of them wait for the
-  // last task of each phase. Measured with 2 threads, where this order is up to a fifth slower, and with 14 and 16.
-  if (2 * experts >= threads * threads) return false;
-  if (!experts || routes.tokens > kMostTokens || routes.rows > kernels.most * experts) return false;
+  const int experts = int(routes.experts.size()), most = kernels.most(call.activation_bits);
+  if (!experts || routes.tokens > kMostTokens || routes.rows > most * experts) return false;
   return std::all_of(routes.experts.begin(), routes.experts.end(),
-                     [&](const RowChunk& expert) { return expert.rows <= 2 * kernels.most; });
+                     [&](const RowChunk& expert) { return expert.rows <= 2 * most; });
 }
 
 void forward_few_rows(Call& call, const TokenRows& hidden, void* out) {
