@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -104,6 +105,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: type[L
     if not torch.cuda.is_available():
         assert record["absent_peers"]["zero3-offload"] == "needs a GPU"
         assert "without zero3-offload: needs a GPU" in said
+    assert re.search(r"(?m)^\d\d:\d\d:\d\d 8,2,64,64, 1 layers, uniform, 32 tokens, warming up", said)
     assert "x floor" in said
     assert plot.read_bytes().startswith(b"\x89PNG")
 

@@ -1,7 +1,7 @@
 """activation_bits=8 with 4-bit formats: rows are rounded to int8, with a scale for each token and 32 columns.
 
-AVX2 and AVX-512 BF16 do so for any number of tokens, AMX for up to eight, the others for few; AVX-512 BF16 does so for many rows of int8, of
-which few are multiplied exactly.
+AVX2 and AVX-512 BF16 do so for any number of tokens, AMX for up to eight, the others for few; AVX-512 BF16 does so for
+many rows of int8, of which few are multiplied exactly.
 
 Products are compared with those of rows that torch rounds the same way. What is left is the rounding of outputs to
 bf16.

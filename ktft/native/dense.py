@@ -50,7 +50,7 @@ class HostDense:
         shape: of the weight; a multiple of `ROWS` rows and of 32 columns.
         bias: fp32 `[out_features]`.
         activation_bits: 16; or 8, which rounds rows to int8, with a scale for each and 32 columns, if the format has 4
-            bits (AVX-512 without BF16: up to 12 rows, AMX: up to 4), or is `int8` on AVX-512 BF16 (more than 12 rows).
+            bits (AVX-512 without BF16: up to 12 rows, AMX: up to 8), or is `int8` on AVX-512 BF16 (more than 12 rows).
             Elsewhere it changes nothing.
 
     Raises:

@@ -248,7 +248,7 @@ class ExpertLayer:
             activation_bits: 16; or 8, which is faster and less exact, and needs activation `none`. With format `int8`
                 AMX-INT8 quantizes hidden states and SiLU's output to int8 token by token (about 2% more error). With a
                 4-bit format they are rounded by groups of 32 columns (0.5% more error); AVX-512 without BF16 does so in
-                products of up to 12 rows alone, AMX in those of up to 4. So they are with `int8` on AVX-512 BF16
+                products of up to 12 rows alone, AMX where experts have up to 8. So they are with `int8` on AVX-512 BF16
                 without tiles, in products of more than 12 rows. Other ISAs refuse 8 for `int8`.
             out: a contiguous tensor like `hidden_states` for the sum; by default a new one.
 
