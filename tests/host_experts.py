@@ -62,6 +62,13 @@ def direct(layer: ExpertLayer, x, index, weights, lora=None) -> torch.Tensor:
     return layer.forward(x, index, weights, lora, "none")[0]
 
 
+def served(layer: ExpertLayer, x, index, weights, lora=None) -> torch.Tensor:
+    """The layer's own result in the order that a server's calls take, whose adapters were packed before."""
+    if lora is None:
+        return direct(layer, x, index, weights)
+    return layer.forward_adapters(x, index, weights, [layer.keep_lora(lora)], same(len(x)))
+
+
 def through(host: HostExperts, layer: ExpertLayer, x, index, weights, of_token=None, slot: int = 0) -> torch.Tensor:
     host.submit(layer, x, index, weights, of_token, slot=slot, stream=5)
     return host.wait(layer, len(x), slot=slot, stream=5)

@@ -27,6 +27,7 @@ from host_experts import (
     layer_of,
     make,
     same,
+    served,
     through,
 )
 
@@ -47,7 +48,7 @@ def test_the_layers_own_bits(host: HostExperts, fmt: str) -> None:
         index[:, 0][::2] = ELSEWHERE
         for dtype in (torch.int64, torch.int32):
             out = through(host, layer, x, index.to(dtype), weights, same(tokens))
-            assert torch.equal(out, direct(layer, x, index, weights, adapters))
+            assert torch.equal(out, served(layer, x, index, weights, adapters))
     x, index, weights = inputs(4)
     assert not through(host, layer, x, torch.full_like(index, ELSEWHERE), weights).any()
     host.check()
@@ -119,7 +120,7 @@ def test_a_captured_graph_sees_new_inputs_adapters_and_errors(fake: Fake, make: 
         fake.replay()
         host.check()
         assert torch.equal(outs[0], direct(layers[0], x, index, weights))
-        assert torch.equal(outs[1], direct(layers[1], x, index, weights, adapters))
+        assert torch.equal(outs[1], served(layers[1], x, index, weights, adapters))
     index[2, 1] = EXPERTS
     fake.replay()
     for _ in range(2):

@@ -21,6 +21,7 @@ from host_experts import (
     layer_of,
     make,
     same,
+    served,
     through,
 )
 
@@ -73,7 +74,7 @@ def test_bad_adapters_change_nothing(host: HostExperts) -> None:
     other = layer_of("int8").keep_lora(lora)
     with pytest.raises(ValueError, match=r"layers\.7\.k4: an adapter was not kept by this layer"):
         host.set_adapter(layer, 0, other)
-    assert torch.equal(through(host, layer, *call, same(3)), direct(layer, *call, lora))
+    assert torch.equal(through(host, layer, *call, same(3)), served(layer, *call, lora))
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -114,7 +115,7 @@ def test_swaps_from_other_threads_wait_for_jobs(host: HostExperts) -> None:
     """Every output is of one adapter or the other, never of a mixture."""
     layer, call = layer_of(), inputs(8)
     loras = [make_lora(HIDDEN, INTERMEDIATE, 8, torch.float32) for _ in range(2)]
-    expected = [direct(layer, *call, lora) for lora in loras]
+    expected = [served(layer, *call, lora) for lora in loras]
     kept = [layer.keep_lora(lora) for lora in loras]
     host.set_adapter(layer, 0, kept[0])
     stop = threading.Event()
