@@ -113,6 +113,14 @@ class Served:
         (said,) = out.outputs
         return list(said.token_ids), [each[i].logprob for i, each in zip(said.token_ids, said.logprobs, strict=True)]
 
+    def lead(self, ids: Sequence[int], token: int) -> float:
+        """How much more probable, as a difference of logarithms, the likeliest token after `ids` is than this one."""
+        from vllm import SamplingParams
+
+        (out,) = self._generate(ids, SamplingParams(temperature=0, max_tokens=1, logprobs=20))
+        (found,) = out.outputs[0].logprobs
+        return max(each.logprob for each in found.values()) - found[token].logprob
+
 
 @contextmanager
 def engine(checkpoint: Path, **options: Any) -> Iterator[Any]:

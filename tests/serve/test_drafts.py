@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"glm4": {}, "dsv3": {"compilation_config":
 DRAFTED = 2
 SPECULATIVE = {"speculative_config": {"method": "mtp", "num_speculative_tokens": DRAFTED}}
 PROMPTS = [[3, 4, 5, 6, 7, 8] * 4, list(range(3, 35)), list(range(100, 130))]
+NEAR_TIE = 0.05  # of log-probabilities, which bf16 rounds by some 0.02
 
 
 # By default, those of the other family are drafted over HTTP
@@ -155,7 +156,9 @@ def drafting(
 def test_served_over_http_with_a_converted_model_packed_weights_and_an_adapter(
     drafting: tuple[Server, subprocess.Popen[bytes]], converted: Path, tuned: Path
 ) -> None:
-    """With drafts, requests for the base and for an adapter get what they get without."""
+    """With drafts, requests for the base and for an adapter get what they get without, up to the first near tie: three
+    tokens in a step may take kernels that add up in another order than those of one.
+    """
     server, _ = drafting
     asked: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     with_drafts, without = [], []
@@ -165,10 +168,14 @@ def test_served_over_http_with_a_converted_model_packed_weights_and_an_adapter(
             assert answer.status_code == 200, answer.text
             with_drafts.append(answer.json()["choices"][0]["token_ids"])
     with served(converted, expert_format="int8", dense_format="int8") as plain:
-        for adapter in (None, tuned):
+        for number, adapter in enumerate((None, tuned)):
             plain.use(adapter)
-            without += [plain.greedy(ids, 24)[0] for ids in PROMPTS]
-    assert with_drafts == without and without[:3] != without[3:]
+            for ids, drafted in zip(PROMPTS, with_drafts[number * len(PROMPTS) :], strict=False):
+                own = plain.greedy(ids, 24)[0]
+                same = next((at for at, pair in enumerate(zip(own, drafted, strict=True)) if pair[0] != pair[1]), 24)
+                assert same == 24 or plain.lead([*ids, *own[:same]], drafted[same]) < NEAR_TIE, (own, drafted)
+                without.append(own)
+    assert len(without) == len(with_drafts) and without[:3] != without[3:]
     metrics = httpx.get(f"{server.url}/metrics", headers=bearer("user")).text
     assert "spec_decode_num_draft_tokens_total" in metrics
     # vLLM leaves min_p out of account for tokens that were drafted
