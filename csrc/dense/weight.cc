@@ -10,6 +10,8 @@
 namespace ktft {
 namespace {
 
+constexpr int kPerThread = 4;  // tasks of a product
+
 PackedMatrix dense_matrix(Format format, int rows, int cols, void* packed) {
   const int64_t strip_bytes = weight_strip_bytes(format, cols);
   uint8_t* const tiles = static_cast<uint8_t*>(packed);
@@ -32,7 +34,6 @@ void pack_strip(const VectorKernels& vec, const bf16* x, int rows, int tokens, i
 // Products of a few tokens: rows are prepared once, and a task reads a long run of W.
 void product_of_few(Runtime& runtime, const StripKernels& kernels, const PackedMatrix& w, const Affine& out,
                     int activation_bits, const bf16* x, int tokens, bf16* y) {
-  constexpr int kPerThread = 4;
   const int64_t row_bytes = kernels.row_bytes(w.cols);
   char* const placed = runtime.dense_rows.get<char>(size_t(tokens * row_bytes));
   runtime.pool.run(tokens, [&](int t, int) {
@@ -50,8 +51,7 @@ void product_of_few(Runtime& runtime, const StripKernels& kernels, const PackedM
       const Affine affine = affine_at(out, strip * kTileRows);
       for (int t = 0; t < tokens; t++) {
         float* const values = results + t * kTileRows;
-        for (int r = 0; r < kTileRows; r++)
-          values[r] = (affine.scale ? affine.scale[r] : 1.f) * values[r] + (affine.bias ? affine.bias[r] : 0.f);
+        apply_affine(affine, kTileRows, values);
         vec.narrow(kTileRows, values, y + size_t(t) * w.rows + strip * kTileRows);
       }
     }
@@ -60,7 +60,7 @@ void product_of_few(Runtime& runtime, const StripKernels& kernels, const PackedM
 
 // Outputs of one GEMM call: as many as leave several calls for every thread.
 int block_of(int rows, int threads) {
-  constexpr int kPerThread = 4, kLeast = 32;
+  constexpr int kLeast = 32;
   int block = kMaxOutputs;
   while (block > kLeast && ceil_div(rows, block) < kPerThread * threads) block /= 2;
   return block;

@@ -256,7 +256,7 @@ bool few_tokens(const GemmArgs& a) {
   if constexpr (kMostDotTokens<V, Codec> > 0) {
     const bool bytes = kDotsBytes<V, Codec> && a.activation_bits == 8;
     const int most = !bytes         ? kMostDotTokens<V, Codec>
-                     : kHasTiles<V> ? std::min(kFewRows, kMostByteTokens<V, Codec>)  // whose rows are not turned
+                     : kHasTiles<V> ? std::min(kFewRows, kMostByteTokens<V, Codec>)  // X has no rows of more
                                     : kMostByteTokens<V, Codec>;
     if (reads_rows(most, a.tokens, a.terms[0].w->cols, low_rank_cols(a))) {
       bytes ? few_tokens_forward<V, Codec, kTermsOfBytes<V, Codec>>(a) : few_tokens_forward<V, Codec, kExact>(a);

@@ -116,6 +116,9 @@ struct Affine {
 static inline Affine affine_at(const Affine& out, int col) {
   return {out.scale ? out.scale + col : nullptr, out.bias ? out.bias + col : nullptr};
 }
+static inline void apply_affine(const Affine& out, int n, float* values) {
+  for (int i = 0; i < n; i++) values[i] = (out.scale ? out.scale[i] : 1.f) * values[i] + (out.bias ? out.bias[i] : 0.f);
+}
 static inline Affine affine_at(const PackedMatrix& w, int row) { return affine_at(Affine{w.row_scale, w.bias}, row); }
 
 // The activation between gate, up and down. Its arguments are clamped first:

@@ -34,7 +34,7 @@ void code_strip(const StripArgs& a, const DotAhead& further, float* by_output) {
 
 template <class V, class Codec>
 void strip_product(const StripArgs& a) {
-  float spare[kTileRows * kStripRows];
+  float spare[kTileRows * kStripRows];  // for several rows, whose results come output by output
   float* const by_output = a.tokens == 1 ? a.results : spare;
   std::fill_n(by_output, kTileRows * a.tokens, 0.f);
   const int64_t bytes = int64_t(a.w->col_tiles()) * info(Codec::kFormat).tile_bytes;

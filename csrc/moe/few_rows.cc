@@ -162,13 +162,12 @@ class FewRows {
     if (lora_) lora_->await_low_rank(rows);
     for (int strip = begin; strip < end; strip++) {
       const int col = strip * kTileRows;
-      float (*const of)[kMostStrips][kStripRows * kTileRows] = results;
       for (int t = 0; t < few; t++) {
-        float* const gate = of[0][strip - begin] + t * kTileRows;
-        float* const up = of[count - 1][strip - begin] + t * kTileRows;
+        float* const gate = results[0][strip - begin] + t * kTileRows;
+        float* const up = results[count - 1][strip - begin] + t * kTileRows;
         if (lora_)
           for (int i = 0; i < count; i++)
-            lora_->add(inputs[i], rows, row + t, strip, of[i][strip - begin] + t * kTileRows);
+            lora_->add(inputs[i], rows, row + t, strip, results[i][strip - begin] + t * kTileRows);
         call_.vec().swiglu_strip(call_.swiglu, gate, up, affine_at(matrix[0], col), affine_at(matrix[count - 1], col),
                                  h_row(row + t) + col);
       }
@@ -196,11 +195,14 @@ class FewRows {
       };
       for (int i = 0; i < experts_; i++) {
         const RowChunk& rows = routes_.experts[i];
+        if (whole_) {
+          for (int row = rows.begin; row < rows.begin + rows.rows; row++) add(row, output(row, strip));
+          continue;
+        }
         const uint8_t* const next = i + 1 < experts_  ? down_strip(routes_.experts[i + 1], strip)
                                     : strip + 1 < end ? down_strip(routes_.experts[0], strip + 1)
                                                       : nullptr;
-        if (!whole_) weighted(rows, strip, next, add);
-        for (int row = rows.begin; whole_ && row < rows.begin + rows.rows; row++) add(row, output(row, strip));
+        weighted(rows, strip, next, add);
       }
       store(strip, sums);
     }
@@ -225,9 +227,8 @@ class FewRows {
         float* const values = results + t * kTileRows;
         if (lora_) lora_->add(Projection::kDown, rows, row + t, strip, values);
         const float weight = call_.row_weight(row + t);
-        for (int r = 0; r < kTileRows; r++)
-          values[r] =
-              weight * ((affine.scale ? affine.scale[r] : 1.f) * values[r] + (affine.bias ? affine.bias[r] : 0.f));
+        apply_affine(affine, kTileRows, values);
+        for (int r = 0; r < kTileRows; r++) values[r] *= weight;
         fn(row + t, values);
       }
     }
