@@ -16,7 +16,7 @@ from ktft.lanes.decide.costs import Rate, Rates
 from ktft.lanes.gpu.call_memory import CallMemory, CutRows
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, decode, place
 from ktft.lanes.ops.dropout import room_for_streams, write_streams
-from ktft.lanes.ops.interface import Operations
+from ktft.lanes.ops.interface import KeptGates, Operations
 from ktft.lanes.ops.weights import ChunkWeights, PackedExperts
 from ktft.lanes.routes import PIECE_ROWS, Piece, Routes, lay_out
 from ktft.lora import ExpertLora, LoraPair
@@ -84,6 +84,7 @@ class Lane:
         piece_rows: see `lay_out`.
         steady: the device alone knows which rows an expert has.
         in_place: products read packed bytes.
+        keeps: gate and up are kept from forward for backward.
     """
 
     def __init__(
@@ -95,9 +96,11 @@ class Lane:
         piece_rows: int = PIECE_ROWS,
         steady: bool = False,
         in_place: bool = False,
+        keeps: bool = False,
     ) -> None:
         self.device, self.ops, self.experts = torch.device(device), ops, experts
         self.chunk, self.piece_rows, self.steady, self.in_place = chunk, piece_rows, steady, in_place
+        self.keeps = keeps
 
     def __call__(
         self,
@@ -136,12 +139,16 @@ class _Experts(torch.autograd.Function):
             ctx.rows = steady_rows(ctx.inputs[0], on_device, ctx.chunks, lane.piece_rows)
         else:
             ctx.rows = lay_out(Routes(on_device, counts), ctx.chunks, lane.piece_rows)
-        ctx.lane, ctx.layer, ctx.lora = lane, layer, lora
+        ctx.lane, ctx.layer, ctx.lora, ctx.kept = lane, layer, lora, None
+        if lane.keeps:
+            columns = (2 if layer.swiglu.gated else 1) * layer.intermediate_size
+            gates = torch.empty(index.numel(), columns, dtype=torch.bfloat16, device=lane.device)
+            ctx.kept = KeptGates(gates, torch.tensor([gates.data_ptr()], device=lane.device))
         out = torch.zeros(x.shape, device=lane.device)
         for chunk, rows in zip(ctx.chunks, ctx.rows, strict=True):
             decoded_weights = decoded(layer, chunk, lora, lane.device, lane.ops, lane.in_place)
             place(part := adapters(lora, chunk, lane.device), decoded_weights, lane.ops)
-            chunk_forward(decoded_weights, part, rows, *ctx.inputs, layer.swiglu, out, lane.ops)
+            chunk_forward(decoded_weights, part, rows, *ctx.inputs, layer.swiglu, out, lane.ops, ctx.kept)
         return out.to(x.device, x.dtype)
 
     @staticmethod
@@ -154,8 +161,9 @@ class _Experts(torch.autograd.Function):
             decoded_weights = decoded(layer, chunk, lora, lane.device, lane.ops, lane.in_place)
             place(part := adapters(lora, chunk, lane.device), decoded_weights, lane.ops)
             found = chunk_backward(
-                decoded_weights, part, rows, x, weights, layer.swiglu, grad, grad_x, grad_weights, lane.ops
-            )
+                decoded_weights, part, rows, x, weights, layer.swiglu, grad, grad_x, grad_weights, lane.ops,
+                kept=ctx.kept,
+            )  # fmt: skip
             for total, of_chunk in zip(lora_grads, found, strict=True):
                 total[chunk] = of_chunk.cpu()
         host = grad_outputs[0].device

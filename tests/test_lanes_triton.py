@@ -34,7 +34,7 @@ from ktft.lanes.ops.weights import ChunkWeights, PackedExperts
 from ktft.lanes.routes import PIECE_ROWS, ChunkBounds, Piece
 from ktft.lora import ExpertLora
 from ktft.native.dense import pack_dense
-from ktft.swiglu import GELU_TANH, RELU2, Swiglu, clamped_after
+from ktft.swiglu import GELU_TANH, RELU2, SILU, Swiglu, clamped_after
 
 __all__ = ["bf16_in_the_interpreter", "toy"]
 
@@ -118,6 +118,24 @@ def test_rows_that_only_the_device_knows(rows: tuple[int, ...], piece_rows: int)
     layer = make_layer(160, 32, "k4", native.default_isa())
     lane = Lane(DEVICE, triton_ops, chunk=3, steady=True, piece_rows=piece_rows)
     assert_contract(compare(layer, make_lora(160, 32, 8, torch.float32), *inputs_for(rows, 160), forward=lane))
+
+
+@pytest.mark.parametrize("swiglu", [SILU, RELU2])
+@pytest.mark.parametrize("steady", [False, True])
+def test_kept_gates(swiglu: Swiglu, steady: bool) -> None:
+    """The same gradients, bit for bit, with gate and up from forward; some experts have a row, one has none."""
+    layer, found = make_layer(64, 160, "k4", native.default_isa(), swiglu=swiglu), []
+    lora = make_lora(64, 160, 8, torch.float32, swiglu.projections, dropout=0.2, seed=4)
+    for keeps in (False, True):
+        x, index, weights = inputs_for(ROWS, 64)
+        lane = Lane(DEVICE, triton_ops, chunk=3, piece_rows=30, steady=steady, keeps=keeps)
+        out = lane(layer, x.requires_grad_(), index, weights.requires_grad_(), lora)
+        out.float().square().sum().backward()
+        found.append([out, x.grad, weights.grad, *(each.grad for each in lora.parameters())])
+        for each in lora.parameters():
+            each.grad = None
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert all(grad.abs().max() > 0 for grad in found[1][1:])
 
 
 @pytest.mark.parametrize(("experts", "sizes"), [(5, (3, 2)), (130, (44, 43, 43)), (1, (1,))])

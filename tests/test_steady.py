@@ -31,7 +31,7 @@ from ktft.lanes.gpu.call_memory import CallMemory, CutRows, PassReport, call_byt
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.gpu.residents import STEPS
 from ktft.lanes.gpu.steady import SteadyLane
-from ktft.lanes.ops import torch_ops
+from ktft.lanes.ops import chunk, torch_ops
 from ktft.lanes.ops.weights import ChunkMatrix, PackedExperts
 from ktft.lanes.routes import Piece
 from ktft.lanes.steady_call import Steady, go_back
@@ -141,6 +141,39 @@ def test_dropout(steady: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in (5, 2**63 + 5, 6):
         compare(experts, checkpointed(experts), torch.float32, oracle=dropout_oracle, dropout=0.3, seed=seed)
     assert steady == ["forward", "backward"] * 2
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_kept_gates(steady: list[str], monkeypatch: pytest.MonkeyPatch, dropout: float) -> None:
+    """Gradients are the same, bit for bit, and backward computes no gate and up again. One expert has no rows."""
+    monkeypatch.setattr(passes, "_alike", lambda *_: True)
+    monkeypatch.setattr(routes, "PIECE_ROWS", 10)
+    experts = make_experts("k4", nodes=2, placement="stream")
+    warm(experts, ROWS)
+    assert (laned := experts.laned) is not None
+    products, original = list[int](), chunk.grouped
+
+    def counted(x: Tensor, *others: Any) -> Tensor:
+        products.append(len(x))
+        return original(x, *others)
+
+    monkeypatch.setattr(chunk, "grouped", counted)
+    lora = make_lora(HIDDEN, INTERMEDIATE, RANK, torch.float32, dropout=dropout, seed=3)
+    found = []
+    for keeps in (False, True):
+        laned.keeps_gates = keeps
+        x, index, weights = inputs_for(ROWS, HIDDEN)
+        call = checkpointed(experts)
+        del products[:]
+        out = call(x, index, weights, lora)
+        out.float().square().sum().backward()
+        found.append([out, x.grad, weights.grad, *(p.grad for p in lora.parameters()), sum(products)])
+        for parameter in lora.parameters():
+            parameter.grad = None
+    assert steady == ["forward", "backward"] * 2 and laned.gate_bytes == 2 * 2 * 2 * INTERMEDIATE
+    again, kept = found
+    assert all(torch.equal(*pair) for pair in zip(again[:-1], kept[:-1], strict=True))
+    assert (again[-1], kept[-1]) == (5 * index.numel(), 4 * index.numel())
 
 
 def test_several_pieces(steady: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

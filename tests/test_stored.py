@@ -17,6 +17,7 @@ from tiny_newer import SEE_IMAGES
 from transformers import Trainer
 
 from ktft.device import Device, device_of
+from ktft.lanes.gpu.steady import SteadyLane
 from ktft.model.layer_order import decoder_layers
 from ktft.model.memory import VRAM_FRAGMENTS
 from ktft.model.stored import SEEN, StoredActivations
@@ -108,6 +109,34 @@ def test_same_training(
     stored = train(path, tmp_path / "stored", 4, **settings)
     assert_same(again, stored)
     assert stored[2] == [[4] * layers, [4] * (layers - 1) + [2], *[[2] * layers] * 2]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_same_training_with_gate_and_up_kept(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: bool
+) -> None:
+    """By one layer and by all, of layers that are run again and that are not, micro-batches together."""
+    path, asked = tiny_checkpoint("qwen3moe"), list[int]()
+    monkeypatch.setenv("KTFT_EMULATE_GPU", "1")
+    settings = {"micro_batches": 2, "kt": {"placement": "stream", "gpu_expert_memory": 0}}
+    store(monkeypatch, 9 if stored else 0)
+    again = train(path, tmp_path / "again", 5, **settings)
+    original, kept = SteadyLane.backward, list[bool]()
+
+    def noted(*args: Any) -> Any:
+        kept.append(args[-1] is not None)
+        return original(*args)
+
+    def fitting(self: StoredActivations, tokens: int, count: int, each: int) -> int:
+        asked.append(each)
+        return (0, 1, 9)[min(len(asked) - 1, 2)]
+
+    monkeypatch.setattr(SteadyLane, "backward", noted)
+    monkeypatch.setattr(StoredActivations, "fitting_gates", fitting)
+    assert_same(again, train(path, tmp_path / "kept", 5, **settings))
+    layers = len(again[2][0])
+    assert sum(kept) >= 1 + layers and 0 < sum(asked[:2]) + asked[2]
+    assert asked[:2] == [0, 0] and asked[2] > 0
 
 
 def test_recorded_layers_are_run_again(
@@ -262,3 +291,43 @@ def test_a_command(train_yaml: TrainYaml, fork_cli: RunCli, tmp_path: Path) -> N
     config["kt_config"] |= {"gpu_activation_memory": "much"}
     done = fork_cli(["llamafactory-cli", "train"], config, env={"KTFT_EMULATE_GPU": "1"}, check=False)
     assert done.returncode == 2 and "gpu_activation_memory is 'much'; give a size, for instance 8G" in done.stdout
+
+
+@pytest.mark.parametrize("recorded", [0, LAYERS])
+def test_gate_and_up_take_what_activations_leave(recorded: int) -> None:
+    """Nothing until it is known what layers keep; then one layer shows what gate and up take; then as many as fit."""
+    stored, device = made()
+    for _ in range(SEEN + (1 if recorded else 2)):
+        assert stored.fitting_gates(TOKENS, 0, GIB // TOKENS) == 0
+        group(stored, device, TOKENS, 500_000, GIB // TOKENS // 2, recorded)
+    count = 0 if recorded else LAYERS
+    assert stored.fitting_gates(TOKENS, count, 0) == 1
+    left = 80 - 12 - 3 - count / 2 * (1 + VRAM_FRAGMENTS)
+    assert stored.fitting_gates(TOKENS, count, GIB // TOKENS) == min(LAYERS, int(left / (1 + VRAM_FRAGMENTS)))
+    if not recorded:
+        assert stored.fitting_gates(TOKENS, LAYERS - 1, GIB // TOKENS) == 0
+    device.reserved = device.allocated = 75 * GIB
+    assert stored.fitting_gates(TOKENS, count, GIB // TOKENS) == stored.fitting_gates(TOKENS, count, 0) == 0
+
+
+def test_the_setting_limits_gate_and_up() -> None:
+    for memory, expected in ((5 * GIB, int(5 / (1 + VRAM_FRAGMENTS))), (0, 0)):
+        stored, device = made(memory)
+        for _ in range(SEEN + 1):
+            group(stored, device, TOKENS, 1000, GIB // TOKENS, recorded=LAYERS)
+        assert stored.fitting_gates(TOKENS, 0, GIB // TOKENS) == expected
+
+
+def test_gate_and_up_do_not_count_as_activations() -> None:
+    """What a layer keeps is not learned from groups whose layers keep gate and up; they are told as stored bytes."""
+    stored, device = made()
+    for _ in range(SEEN + 2):
+        group(stored, device, TOKENS, 500_000, GIB // TOKENS)
+    count = stored.fitting(TOKENS)
+    stored.begin(TOKENS, count, 10, 1000)
+    assert stored.bytes == 10 * 1000 * TOKENS
+    device.allocated += 40 * GIB
+    stored.see_loss()
+    device.allocated -= 40 * GIB
+    stored.end()
+    assert stored.fitting(TOKENS) == count and stored.bytes == 0

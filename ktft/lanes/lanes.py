@@ -210,15 +210,15 @@ class DeviceLanes:
             return fits and self._passes.stay_on_gpu(layer, len(hidden), lora)
 
     @contextlib.contextmanager
-    def steady_pass(self, layer: ExpertLayer, number: int, rows: int, work: Work) -> Iterator[SteadyLane]:
+    def steady_pass(self, layer: ExpertLayer, number: int, rows: int, work: Work, again: bool = True) -> Iterator[SteadyLane]:
         """A block that gives the GPU a steady pass of decoder layer `number`, with so many rows.
 
-        Its work has a span, and so have copies to the GPU if it needs any. After it, those for the next pass begin.
+        `again` says whether backward computes gate and up again. The block's work has a span, and so have copies to the GPU if it needs any. After it, those for the next pass begin.
         """
         streamed = self.gpu.streams(layer)
         moved = layer.packed_bytes * streamed / layer.num_experts
         each = len(layer.projections)
-        products = each if work == Work.FORWARD else 2 * each - 1  # gate and up come again
+        products = 2 * each - 1 if work == Work.BACKWARD and again else each
         flops = 2 * products * rows * layer.hidden_size * layer.intermediate_size
         where = Where.STREAM if streamed else Where.RESIDENT
         copies = spans.device("copy_in", number, self.gpu.transfer.into, bytes=moved)

@@ -39,9 +39,12 @@ class LanedExperts:
 
     Attributes:
         number: of the decoder layer.
-        activation: what the CPU lane keeps, `retain` or `recompute`. The GPU lanes always compute gate and up again.
+        activation: what the CPU lane keeps, `retain` or `recompute`. The GPU lanes compute gate and up again, but see
+            `keeps_gates`.
         kept: outputs for checkpointing's second forward.
         seen: called with every forward pass and its rows by expert, once its lanes have it.
+        keeps_gates: whether steady passes keep gate and up on the GPU for their backward.
+        gate_bytes: the bytes of a token's gate and up; 0 before any were kept.
     """
 
     lanes: Lanes
@@ -50,6 +53,8 @@ class LanedExperts:
     activation: str
     kept: KeptOutputs = field(default_factory=KeptOutputs)
     seen: Callable[[Pass, Sequence[int]], None] | None = None
+    keeps_gates: bool = False
+    gate_bytes: int = 0
 
     def __call__(
         self,
@@ -117,26 +122,30 @@ class LanedExperts:
         """The output of a call whose passes are steady, forward and backward; None if they are not."""
         layer, number = self.layer, self.number
 
-        def forward() -> tuple[Tensor, Tensor]:
+        def forward() -> tuple[Tensor, Tensor, Tensor | None]:
+            given = hidden.detach(), index, weights.detach().float()
             with lanes.steady_pass(layer, number, index.numel(), Work.FORWARD) as lane:
-                return lane.forward(layer, hidden.detach(), index, weights.detach().float(), lora)
+                out, told, gates = lane.forward(layer, *given, lora, self.keeps_gates)
+            if gates is not None:
+                self.gate_bytes = gates.nbytes // len(hidden)
+            return out, told, gates
 
         kept = self.kept.linked.get(link)
         if again or kept is None:
             if not lanes.is_steady(layer, hidden, index.shape[1], lora):
                 return None
-            out, told = forward()
+            out, told, gates = forward()
             if again:
-                self.kept.linked[link] = SteadyKept(out, out._version, told, state_of(lora))
+                self.kept.linked[link] = SteadyKept(out, out._version, told, gates, state_of(lora))
                 return out
         elif isinstance(kept, SteadyKept):
             del self.kept.linked[link]
-            out, told = kept.out, kept.told
+            out, told, gates = kept.out, kept.told, kept.gates
             if out._version != kept.version or kept.state != state_of(lora):
-                out, told = forward()
+                out, told, gates = forward()
         else:
             return None
-        call = SteadyCall(lanes, layer, number, lora, record, told, out.detach(), partial(_room, lanes))
+        call = SteadyCall(lanes, layer, number, lora, record, told, out.detach(), partial(_room, lanes), gates)
         parameters = lora.parameters() if lora is not None else []
         call.owes = lanes.may_owe(parameters)
         if not call.owes and any(tensor.requires_grad for tensor in parameters):
@@ -338,13 +347,14 @@ class _Call:
 
 @dataclass(frozen=True, eq=False)
 class SteadyKept:
-    """The output of a steady forward that will be asked for again, its version, what makes its `PassReport`, and the
-    state of adapters.
+    """The output of a steady forward that will be asked for again, its version, what makes its `PassReport`, gate and
+    up if they are kept, and the state of adapters.
     """
 
     out: Tensor
     version: int
     told: Tensor
+    gates: Tensor | None
     state: tuple[object, ...]
 
 

@@ -29,6 +29,7 @@ class SteadyCall:
         told: what makes the `PassReport` of the forward that made the output.
         out: the output; None once it was taken.
         room: makes memory for LoRA's gradients of these shapes.
+        gates: gate and up of its routes, until backward; None if they were not kept.
         owes: LoRA's gradients do not go through autograd.
     """
 
@@ -40,6 +41,7 @@ class SteadyCall:
     told: Tensor
     out: Tensor | None
     room: Callable[[list[torch.Size]], list[Tensor]]
+    gates: Tensor | None = None
     owes: bool = False
 
     def backward(
@@ -48,8 +50,10 @@ class SteadyCall:
         """The gradients of hidden states, routing weights and LoRA's tensors. LoRA's may be in flight until `wait`."""
         parameters = self.lora.parameters() if self.lora is not None else []
         grads = self.room([each.shape for each in parameters])
-        given = hidden, grad_output.to(hidden.dtype), index, weights, self.lora, grads
-        with self.lanes.steady_pass(self.layer, self.number, index.numel(), Work.BACKWARD) as lane:
+        gates, self.gates = self.gates, None  # a second backward computes them again
+        given = hidden, grad_output.to(hidden.dtype), index, weights, self.lora, grads, gates
+        again = gates is None
+        with self.lanes.steady_pass(self.layer, self.number, index.numel(), Work.BACKWARD, again) as lane:
             of_hidden, of_weights, told = lane.backward(self.layer, *given)
         self.lanes.look_later(self.told, told, partial(self._look, len(hidden)))
         if self.record is not None and self.record.watching:

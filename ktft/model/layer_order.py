@@ -180,8 +180,9 @@ class LayerOrder:
         self._layers = {layer: number for number, layer in enumerate(layers)}
         self._sparse = frozenset(layer for layer in layers if first_experts(layer) is not None)
         self._experts = list(find_experts(model).values())
-        laned = {layer: [each.laned for each in find_experts(layer).values()] for layer in layers}
-        self._kept = {layer: [each.kept for each in found if each is not None] for layer, found in laned.items()}
+        found = {layer: [each.laned for each in find_experts(layer).values()] for layer in layers}
+        self._laned = {layer: [each for each in laned if each is not None] for layer, laned in found.items()}
+        self._kept = {layer: [each.kept for each in laned] for layer, laned in self._laned.items()}
         self.lockstep, self.recorder = lockstep, LayerRecorder(layers, lockstep, record)
         device = device_of(next(layers[0].parameters()).device)
         self.away, self.waiting = Away(device), 0
@@ -193,8 +194,22 @@ class LayerOrder:
         able = self.recorder.on or self.stored.may_be
         return able and any(getattr(layer, "gradient_checkpointing", False) for layer in self._layers)
 
+    def fitting_gates(self, tokens: int, stored: int) -> int:
+        """How many layers can keep gate and up, as of `StoredActivations.fitting_gates`."""
+        return self.stored.fitting_gates(tokens, stored, self._gate_bytes)
+
+    @property
+    def _gate_bytes(self) -> int:
+        """The most bytes of a token's gate and up that a layer kept so far."""
+        return max((laned.gate_bytes for found in self._laned.values() for laned in found), default=0)
+
     def run(
-        self, works: Sequence[Callable[[], Result]], states: Sequence[RandomState], tokens: int = 0, stored: int = 0
+        self,
+        works: Sequence[Callable[[], Result]],
+        states: Sequence[RandomState],
+        tokens: int = 0,
+        stored: int = 0,
+        gates: int = 0,
     ) -> list[Result]:
         """Run the training steps of micro-batches, forward and backward. Returns what they return.
 
@@ -203,15 +218,18 @@ class LayerOrder:
             states: the random numbers that each begins with.
             tokens: how many they have, padding included; 0 if it is not known.
             stored: how many layers keep their activations, of those that `stored.fitting` allows.
+            gates: how many layers keep gate and up, of those that `fitting_gates` allows.
 
         Raises:
             BaseException: what the first of them raised.
         """
         self.recorder.begin()
         self.away.begin()
-        self.stored.begin(tokens, stored)
-        for layer in self._layers:
+        self.stored.begin(tokens, stored, gates, self._gate_bytes)
+        for layer, number in self._layers.items():
             _run_without_checkpoint(layer)
+            for laned in self._laned[layer]:
+                laned.keeps_gates = number >= len(self._layers) - gates
         given = self.away, self.stored, self._kept
         batches = [_MicroBatch(self._layers, self.recorder, slot, *given) for slot in range(len(works))]
         going = [partial(_in, batch, work) for batch, work in zip(batches, works, strict=True)]

@@ -7,6 +7,9 @@ host would take longer to launch their kernels one by one than the GPU takes to 
 
 What training needs without them is seen in the first steps, and what a layer keeps once one does. Both are taken to
 grow with the tokens that go together.
+
+Where memory is left when all layers do so, or where they are recorded, the last layers also keep the gate and up
+products of their experts, which backward otherwise computes again.
 """
 
 from __future__ import annotations
@@ -39,18 +42,20 @@ class StoredActivations:
 
     Attributes:
         count: how many layers, from the last one, may keep theirs in the present group of micro-batches.
+        gates: how many layers, from the last one, may keep gate and up in it.
     """
 
     def __init__(self, device: Device, layers: int, memory: int | str) -> None:
         self._device, self._layers, self._memory = device, layers, memory
-        self.count = self._steps = self._tokens = self._before = 0
+        self.count = self.gates = self._gate_bytes = self._steps = self._tokens = self._before = 0
         self._stored: Counter[int] = Counter()  # number of a layer -> the group's tokens of which it has activations
         self._most = 0  # tokens of a group that was seen without stored activations
         self._work = 0  # bytes that such a group takes beside what is there after it
         self._waiting = math.inf  # bytes for each of its tokens that wait for backward when the loss is known
         self._each: float | None = None  # bytes that a layer keeps of a token,
         self._of = 0  # as seen where they were stored of so many tokens, of each layer
-        self._told = False
+        self._decided = False  # whether it is known how many layers keep their activations
+        self._told = self._told_gates = False
 
     @property
     def may_be(self) -> bool:
@@ -59,8 +64,8 @@ class StoredActivations:
 
     @property
     def bytes(self) -> int:
-        """Bytes that the group's layers have stored, as far as it is known."""
-        return int(self._stored.total() * (self._each or 0))
+        """Bytes that the group's layers have stored, or may store of gate and up, as far as it is known."""
+        return int(self._stored.total() * (self._each or 0)) + self._gate_bytes
 
     def begin_step(self) -> None:
         """An optimizer step begins."""
@@ -68,6 +73,31 @@ class StoredActivations:
 
     def fitting(self, tokens: int) -> int:
         """How many layers can keep their activations of so many tokens, by the memory that is free now."""
+        room = self._room(tokens)
+        if self._each is None:  # one shows what a layer keeps
+            return min(1, self._layers) if room > 0 else 0
+        return max(0, min(self._layers, int(room / self._taken(self._each, tokens))))
+
+    def fitting_gates(self, tokens: int, count: int, each: int) -> int:
+        """How many layers can keep gate and up of so many tokens beside the activations of `count` layers.
+
+        Args:
+            each: bytes of a token's gate and up; 0 if they are not known yet.
+        """
+        if not self._decided or (self._each is not None and count < self._layers):
+            return 0
+        room = self._room(tokens) - count * self._taken(self._each or 0, tokens)
+        if each == 0:  # one layer shows it
+            return min(1, self._layers) if room > 0 else 0
+        return max(0, min(self._layers, int(room / self._taken(each, tokens))))
+
+    @staticmethod
+    def _taken(each: float, tokens: int) -> float:
+        """Bytes that a layer takes if it keeps `each` bytes of a token."""
+        return each * tokens * (1 + VRAM_FRAGMENTS)
+
+    def _room(self, tokens: int) -> int:
+        """Bytes that are free for what so many tokens leave."""
         free = self._device.free_bytes()
         if free is None or self._memory == 0 or self._steps <= SEEN or not self._most:
             return 0
@@ -75,14 +105,14 @@ class StoredActivations:
         room = free[0] + self._device.memory_reserved() - needed - spare_bytes(needed)
         if isinstance(self._memory, int):
             room = min(room, self._memory)
-        if self._each is None:  # one shows what a layer keeps
-            return min(1, self._layers) if room > 0 else 0
-        each = self._each * tokens * (1 + VRAM_FRAGMENTS)
-        return max(0, min(self._layers, int(room / each)))
+        return room
 
-    def begin(self, tokens: int, count: int) -> None:
-        """A group of micro-batches with so many tokens begins, in which so many layers may keep their activations."""
-        self.count, self._tokens, self._before = count, tokens, self._device.memory_allocated()
+    def begin(self, tokens: int, count: int, gates: int = 0, each: int = 0) -> None:
+        """A group of micro-batches with so many tokens begins, in which so many layers may keep their activations, and
+        so many gate and up, `each` bytes of a token.
+        """
+        self.count, self.gates, self._gate_bytes = count, gates, gates * each * tokens
+        self._tokens, self._before = tokens, self._device.memory_allocated()
         self._stored.clear()
 
     def take(self, number: int, given: Sequence[Any]) -> bool:
@@ -95,7 +125,7 @@ class StoredActivations:
 
     def see_loss(self) -> None:
         """The group has its loss, and all that waits for backward is there."""
-        if not self._tokens:
+        if not self._tokens or self.gates:  # gate and up would count as activations
             return
         waiting, stored = self._device.memory_allocated() - self._before, self._stored.total()
         if not stored:  # what is more than the least is taken once, such as a recording
@@ -111,11 +141,19 @@ class StoredActivations:
         if self._tokens and not self._stored and self._steps <= SEEN:
             self._most = max(self._most, self._tokens)
             self._work = max(self._work, self._device.memory_reserved() - self._device.memory_allocated())
+        if self._tokens and self._steps > SEEN and self.count:
+            self._decided |= len(self._stored) in (0, self._layers)
+        if self.gates > 1 and not self._told_gates:
+            self._told_gates = True
+            logger.info(
+                "%d of %d layers keep gate and up of their experts in %s of free GPU memory for backward",
+                self.gates, self._layers, readable(self._gate_bytes),
+            )  # fmt: skip
         if self._each is not None and len(self._stored) > 1 and not self._told:
             self._told = True
             logger.info(
                 "%d of %d layers keep their activations in %s of free GPU memory, and are not run again in backward",
-                len(self._stored), self._layers, readable(self.bytes),
+                len(self._stored), self._layers, readable(self.bytes - self._gate_bytes),
             )  # fmt: skip
-        self.count = self._tokens = 0
+        self.count = self.gates = self._gate_bytes = self._tokens = 0
         self._stored.clear()

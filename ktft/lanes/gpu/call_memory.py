@@ -57,6 +57,7 @@ class CallMemory:
         index: `[T, k]` int64; weights: `[T, k]` fp32.
         total, grad_weights: fp32 `[T, H]` and `[T, k]`: the sums that a pass makes.
         told: `[E + 3]` int64, what makes a `PassReport`.
+        kept: int64 `[1]`, where gate and up are kept, as of `KeptGates`.
     """
 
     def __init__(self, hidden: Tensor, top_k: int, experts: int) -> None:
@@ -65,6 +66,7 @@ class CallMemory:
         self.index = torch.zeros(tokens, top_k, dtype=torch.int64, device=device)
         self.weights, self.grad_weights = (torch.zeros(tokens, top_k, device=device) for _ in range(2))
         self.total = torch.zeros(hidden.shape, device=device)
+        self.kept = torch.zeros(1, dtype=torch.int64, device=device)
         self.told, self._experts = torch.zeros(experts + 3, dtype=torch.int64, device=device), experts
         mixed = (torch.arange(tokens * top_k, device=device) + 1) * _FACTOR
         self._factors = (mixed ^ mixed >> 29) * _FACTOR | 1

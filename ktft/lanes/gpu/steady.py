@@ -26,7 +26,7 @@ from ktft.lanes.gpu.graphs import Recorded
 from ktft.lanes.gpu.lane import GpuLane
 from ktft.lanes.ops.chunk import chunk_backward, chunk_forward, is_grouped
 from ktft.lanes.ops.dropout import room_for_streams, write_streams
-from ktft.lanes.ops.interface import by_triton
+from ktft.lanes.ops.interface import KeptGates, by_triton
 from ktft.lanes.routes import Piece, piece_rows
 from ktft.lora import ExpertLora
 from ktft.native import ExpertLayer
@@ -83,29 +83,38 @@ class SteadyLane:
         return sum(self._sizes.values()) + needed <= SIZES_BYTES and (free is None or free[0] >= 2 * needed)
 
     def forward(
-        self, layer: ExpertLayer, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None
-    ) -> tuple[Tensor, Tensor]:
-        """The layer's output `[T, H]`, in the dtype of `hidden`, and what makes a `PassReport`. Returns when the work
-        is queued.
+        self,
+        layer: ExpertLayer,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        lora: ExpertLora | None,
+        keep: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The layer's output `[T, H]`, in the dtype of `hidden`, what makes a `PassReport`, and gate and up of all
+        routes if they are kept. Returns when the work is queued.
 
         Args:
             hidden: `[T, H]` on the device; top_k_index: `[T, k]`; top_k_weights: `[T, k]` fp32.
             lora: as in `GpuLane.forward`.
+            keep: keep gate and up, bf16, for `backward`, if there is memory.
 
         Raises:
             torch.OutOfMemoryError, ValueError: as in `GpuLane.forward`.
         """
+        gates = _room_for_gates(layer, top_k_index, hidden.device) if keep else None
         with self._lane.using(layer, "forward"), torch.inference_mode(False), torch.no_grad():
-            taken = self._taken(layer, hidden, top_k_index, top_k_weights, lora)
+            taken = self._taken(layer, hidden, top_k_index, top_k_weights, lora, gates)
             memory = taken.memory
 
             def products(number: int, decoded: DecodedChunk) -> None:
                 given = memory.hidden, memory.weights, layer.swiglu, memory.total
-                chunk_forward(decoded.weights, decoded.adapters, self._rows(taken, number), *given)
+                rows = self._rows(taken, number)
+                chunk_forward(decoded.weights, decoded.adapters, rows, *given, kept=taken.kept)
 
             for _ in self._queue("forward", layer, taken, products):
                 pass
-            return memory.total.to(hidden.dtype, copy=True), memory.told.clone()
+            return memory.total.to(hidden.dtype, copy=True), memory.told.clone(), gates
 
     def backward(
         self,
@@ -116,6 +125,7 @@ class SteadyLane:
         top_k_weights: Tensor,
         lora: ExpertLora | None,
         lora_grads: Sequence[Tensor],
+        gates: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of hidden states, in their dtype, and of routing weights, fp32; and what makes a `PassReport`.
         LoRA's gradients are complete, for all experts, when `GpuLane.finish` returns.
@@ -124,13 +134,14 @@ class SteadyLane:
             layer, hidden, top_k_index, top_k_weights, lora: as in `forward`.
             grad_output: `[T, H]` on the device.
             lora_grads: as in `GpuLane.backward`.
+            gates: gate and up, if `forward` kept them.
 
         Raises:
             torch.OutOfMemoryError, ValueError: as in `GpuLane.backward`.
         """
         self._lane.returning.check(layer, lora, lora_grads)
         with self._lane.using(layer, "backward"), torch.inference_mode(False), torch.no_grad():
-            taken = self._taken(layer, hidden, top_k_index, top_k_weights, lora)
+            taken = self._taken(layer, hidden, top_k_index, top_k_weights, lora, gates)
             memory, transfer = taken.memory, self._lane.transfer
             memory.grad_output.copy_(grad_output)
 
@@ -141,7 +152,7 @@ class SteadyLane:
                     return
                 chunk_backward(
                     decoded.weights, decoded.adapters, rows, memory.hidden, memory.weights, layer.swiglu,
-                    memory.grad_output, memory.total, memory.grad_weights, lora_grads=buffer,
+                    memory.grad_output, memory.total, memory.grad_weights, lora_grads=buffer, kept=taken.kept,
                 )  # fmt: skip
 
             def wait(number: int, decoded: DecodedChunk) -> None:
@@ -155,7 +166,13 @@ class SteadyLane:
             return of_hidden, memory.grad_weights.clone(), memory.told.clone()
 
     def _taken(
-        self, layer: ExpertLayer, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertLora | None
+        self,
+        layer: ExpertLayer,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        lora: ExpertLora | None,
+        gates: Tensor | None,
     ) -> _Taken:
         """What a pass gets, in memory where recordings look for it."""
         size = hidden.shape, hidden.dtype, top_k_index.shape[1], layer.num_experts
@@ -167,7 +184,11 @@ class SteadyLane:
         memory.weights.copy_(top_k_weights)
         sizes = tuple(len(chunk.experts) for chunk in chunks)
         cut = CutRows(sizes, piece_rows(layer.hidden_size, layer.intermediate_size))
-        return _Taken(memory, chunks, self._with_streams(lora), size, cut)
+        kept = None
+        if gates is not None:
+            memory.kept.fill_(gates.data_ptr())
+            kept = KeptGates(gates, memory.kept)
+        return _Taken(memory, chunks, self._with_streams(lora), size, cut, kept)
 
     def _queue(
         self,
@@ -181,7 +202,7 @@ class SteadyLane:
 
         `products` runs those of a chunk, and may be recorded; `before` is called when they are about to be queued.
         """
-        key, chunks = (taken.size, taken.cut), taken.chunks
+        key, chunks = (taken.size, taken.cut, taken.kept is not None), taken.chunks
         kernels = [Kernels(("begin", *key), partial(taken.memory.begin, taken.cut))]
         if not self._lane.go_at_once(chunks):
             run_together(self._recorded, [kernels.pop()])
@@ -235,14 +256,25 @@ class SteadyLane:
         return self._lora_grads[key]
 
 
+def _room_for_gates(layer: ExpertLayer, top_k_index: Tensor, device: torch.device) -> Tensor | None:
+    """Memory for gate and up of all routes; None if there is none left."""
+    columns = (2 if layer.swiglu.gated else 1) * layer.intermediate_size
+    try:
+        return torch.empty(top_k_index.numel(), columns, dtype=torch.bfloat16, device=device)
+    except torch.OutOfMemoryError:
+        return None
+
+
 class _Taken(NamedTuple):
-    """What one pass gets; `size` is that of its call."""
+    """What one pass gets; `size` is that of its call. `kept` receives gate and up in forward, and has them in backward.
+    """
 
     memory: CallMemory
     chunks: list[Chunk]
     lora: ExpertLora | None
     size: object
     cut: CutRows
+    kept: KeptGates | None
 
 
 class _GradBuffer(NamedTuple):

@@ -1,7 +1,7 @@
 """A chunk of experts on a device, decoded, forward and backward: `ktft.reference.moe` in bf16 products with fp32 sums.
 
 LoRA and biases go through the same products as the weights: see `ChunkMatrix`. Backward computes gate and up again
-from the hidden states, so nothing is kept after forward.
+from the hidden states, unless forward kept them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ktft.device import device_of
-from ktft.lanes.ops.interface import Operations, operations
+from ktft.lanes.ops.interface import KeptGates, Operations, operations
 from ktft.lanes.ops.weights import PLACES, Adapters, ChunkMatrix, ChunkWeights, PackedExperts
 from ktft.lanes.routes import ChunkRows, Piece
 from ktft.lora import ExpertLora
@@ -116,11 +116,11 @@ def _sides(weights: ChunkWeights, lora: ExpertLora | None, ops: Operations | Non
     return first, second
 
 
-def _gate_and_up(side: _Side, hidden: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
-    """Rows of x with the columns behind them, and gate and up before the activation."""
+def _inputs(side: _Side, hidden: Tensor, piece: Piece) -> Tensor:
+    """Rows of x, and memory for the columns behind them."""
     x = side.rows(piece)
     side.ops.gather(hidden, piece, None, x)
-    return x, side.outputs(x, piece)
+    return x
 
 
 def chunk_forward(
@@ -132,6 +132,7 @@ def chunk_forward(
     swiglu: Swiglu,
     out: Tensor,
     ops: Operations | None = None,
+    kept: KeptGates | None = None,
 ) -> None:
     """Add what these experts contribute to the layer's output.
 
@@ -144,12 +145,13 @@ def chunk_forward(
         swiglu: the activation.
         out: fp32 `[T, H]`, added to.
         ops: None for the best implementation on the device.
+        kept: receives gate and up before the activation; None if backward computes them again.
     """
     first, second = _sides(weights, lora, ops)
     for piece in rows:
-        _, gate_up = _gate_and_up(first, hidden, piece)
+        gate_up = first.outputs(_inputs(first, hidden, piece), piece)
         h = second.rows(piece)
-        first.ops.swiglu(gate_up, weights.gate_up.scale, piece, swiglu, h)
+        first.ops.swiglu(gate_up, weights.gate_up.scale, piece, swiglu, h, kept)
         y = second.outputs(h, piece)
         second.ops.combine(y, weights.down.scale, piece, top_k_weights, out)
 
@@ -166,6 +168,7 @@ def chunk_backward(
     grad_weights: Tensor,
     ops: Operations | None = None,
     lora_grads: Tensor | None = None,
+    kept: KeptGates | None = None,
 ) -> list[Tensor]:
     """Add what these experts contribute to the gradients of hidden states and routing weights.
 
@@ -175,6 +178,7 @@ def chunk_backward(
         grad_hidden: fp32 `[T, H]`, added to.
         grad_weights: fp32 `[T, k]`, added to for the routes of these experts.
         lora_grads: memory for what is returned, one after the other; None for new memory.
+        kept: what forward kept; None if it kept nothing.
 
     Returns:
         Gradients of a and b of each adapted projection, in the order of `PROJECTIONS`, fp32 `[G, ...]`. They are zero
@@ -189,7 +193,12 @@ def chunk_backward(
     ops, first_scale, second_scale = first.ops, weights.gate_up.scale, weights.down.scale
     of_first = first.adapters.parameters if first.adapters is not None else 0
     for piece in rows:
-        x, gate_up = _gate_and_up(first, hidden, piece)
+        x = _inputs(first, hidden, piece)
+        if kept is None:
+            gate_up = first.outputs(x, piece)
+        else:
+            first.add_places(x, piece)
+            gate_up = x.new_empty(piece.rows, kept.rows.shape[1])
         dy = x.new_empty(piece.rows, grad_output.shape[1])
         ops.gather(grad_output, piece, second_scale, dy)
 
@@ -197,7 +206,7 @@ def chunk_backward(
         dh = second.input_grads(dy, piece)
         h = second.rows(piece)
         bias = dh[:, -PLACES:] if weights.down.biases else None
-        ops.swiglu_backward(gate_up, first_scale, dh, bias, piece, swiglu, top_k_weights, h, grad_weights)
+        ops.swiglu_backward(gate_up, first_scale, dh, bias, piece, swiglu, top_k_weights, h, grad_weights, kept)
         second.add_places(h, piece)
 
         dx = first.input_grads(gate_up, piece)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,18 @@ from ktft.lanes.ops.weights import Adapters, ChunkMatrix, PackedExperts, PackedP
 from ktft.lanes.routes import ChunkBounds, Piece
 from ktft.native.packed import PackedMatrix
 from ktft.swiglu import Swiglu
+
+
+class KeptGates(NamedTuple):
+    """Gate and up of a call's rows, kept from forward for backward.
+
+    Attributes:
+        rows: bf16 `[T * k, 2 I]` or, where experts have no gate, `[T * k, I]`: those of each route.
+        address: int64 `[1]` on the device: where `rows` begin. Recorded kernels find them by it, in each call others.
+    """
+
+    rows: Tensor
+    address: Tensor
 
 
 class Operations(Protocol):
@@ -90,8 +102,18 @@ class Operations(Protocol):
         rows; B's is scaling · dy · (A x) / scale.
         """
 
-    def swiglu(self, gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
-        """out `[n, I+]` = the activation of scale · gate_up `[n, 2 I]`, or `[n, I]` where experts have no gate."""
+    def swiglu(
+        self,
+        gate_up: Tensor,
+        scale: Tensor | None,
+        piece: Piece,
+        swiglu: Swiglu,
+        out: Tensor,
+        kept: KeptGates | None = None,
+    ) -> None:
+        """out `[n, I+]` = the activation of scale · gate_up `[n, 2 I]`, or `[n, I]` where experts have no gate. `kept`
+        receives gate_up.
+        """
 
     def swiglu_backward(
         self,
@@ -104,8 +126,10 @@ class Operations(Protocol):
         weights: Tensor,
         h: Tensor,
         grad_weights: Tensor,
+        kept: KeptGates | None = None,
     ) -> None:
-        """gate_up, as in `swiglu`, which lacks its scale, becomes scale · its gradient; h `[n, I+]` the activation.
+        """gate_up, as in `swiglu`, which lacks its scale, becomes scale · its gradient; h `[n, I+]` the activation. If
+        `kept` is given, its values are read in place of gate_up's.
 
         grad_h `[n, I+]` is h's gradient without the routing weights `[T, k]`. Their gradient <grad_h, h> is added to
         grad_weights fp32 `[T, k]`, as are the first two columns of `more` if given.

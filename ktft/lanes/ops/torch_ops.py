@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ktft.lanes.ops.dropout import Dropout, stays
+from ktft.lanes.ops.interface import KeptGates
 from ktft.lanes.ops.weights import PLACES, Adapters, ChunkMatrix, PackedExperts, PackedPart
 from ktft.lanes.routes import ChunkBounds, Piece
 from ktft.native.packed import CODE_BYTES, GROUP, PACKED_FORMATS, ROW_BYTES, SCALE_BLOCK, TILE_ROWS, PackedMatrix
@@ -225,7 +226,16 @@ def _up(up: Tensor, scale: Tensor | None, piece: Piece) -> Tensor:
     return (up.float() if scale is None else up.float() * _of_rows(scale, piece)).relu_()
 
 
-def swiglu(gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
+def swiglu(
+    gate_up: Tensor,
+    scale: Tensor | None,
+    piece: Piece,
+    swiglu: Swiglu,
+    out: Tensor,
+    kept: KeptGates | None = None,
+) -> None:
+    if kept is not None:
+        kept.rows[piece.row_route] = gate_up
     if not swiglu.gated:
         out[:, : gate_up.shape[1]] = _up(gate_up, scale, piece).square_()
         return
@@ -243,7 +253,10 @@ def swiglu_backward(
     weights: Tensor,
     h: Tensor,
     grad_weights: Tensor,
+    kept: KeptGates | None = None,
 ) -> None:
+    if kept is not None:
+        gate_up.copy_(kept.rows[piece.row_route])
     if not swiglu.gated:
         _relu2_backward(gate_up, scale, grad_h, more, piece, weights, h, grad_weights)
         return

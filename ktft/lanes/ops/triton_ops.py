@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ktft.lanes.ops.interface import KeptGates
 from ktft.lanes.ops.triton_decode import decode, decode_matrix  # noqa: F401
 from ktft.lanes.ops.triton_launch import cdiv, power_of_2, short
 from ktft.lanes.ops.triton_lora import add_low_rank, lora_gradients, low_rank, place  # noqa: F401
@@ -48,6 +49,23 @@ def _gather(
 
 
 @triton.jit
+def _kept_row(kept, route, cols):
+    """Where gate and up of a route are kept: `kept` points to the address of the first."""
+    rows = tl.load(kept).to(tl.pointer_type(tl.bfloat16))
+    return tl.multiple_of(rows, 16) + route.to(tl.int64) * cols
+
+
+@triton.jit
+def _keep(gate_up, kept, row, routes, MATRICES: tl.constexpr, col, width):
+    """Keep some columns of a row of gate_up, of each of its matrices."""
+    source = gate_up + row.to(tl.int64) * MATRICES * width
+    to = _kept_row(kept, tl.load(routes + row), MATRICES * width)
+    for which in tl.static_range(MATRICES):
+        values = tl.load(source + which * width + col, mask=col < width, other=0)
+        tl.store(to + which * width + col, values, mask=col < width)
+
+
+@triton.jit
 def _load_pair(gate_up, scale, expert, col, width, SCALED: tl.constexpr):
     """Gate and up of one row, times their scales, in fp32; and these scales."""
     gate = tl.load(gate_up + col, mask=col < width, other=0).to(tl.float32)
@@ -63,13 +81,15 @@ def _load_pair(gate_up, scale, expert, col, width, SCALED: tl.constexpr):
 @short
 @triton.jit(**UNSPECIALIZED)
 def _swiglu(
-    gate_up, out, out_row, scale, ends, experts, width, alpha, limit, shift, cubic, gate_limit,
-    SCALED: tl.constexpr, EXPERTS: tl.constexpr, COLS: tl.constexpr,
+    gate_up, out, out_row, scale, kept, ends, routes, experts, width, alpha, limit, shift, cubic, gate_limit,
+    SCALED: tl.constexpr, KEPT: tl.constexpr, EXPERTS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if row >= tl.load(ends + experts - 1):
         return
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    if KEPT:
+        _keep(gate_up, kept, row, routes, 2, col, width)
     expert = _expert(ends, row, experts, EXPERTS)
     gate, up, _, _ = _load_pair(gate_up + row.to(tl.int64) * 2 * width, scale, expert, col, width, SCALED)
     gate = tl.minimum(gate, gate_limit)
@@ -89,13 +109,15 @@ def _load_up(up, scale, expert, col, width, SCALED: tl.constexpr):
 @short
 @triton.jit(**UNSPECIALIZED)
 def _relu2(
-    up, out, out_row, scale, ends, experts, width,
-    SCALED: tl.constexpr, EXPERTS: tl.constexpr, COLS: tl.constexpr,
+    up, out, out_row, scale, kept, ends, routes, experts, width,
+    SCALED: tl.constexpr, KEPT: tl.constexpr, EXPERTS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if row >= tl.load(ends + experts - 1):
         return
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    if KEPT:
+        _keep(up, kept, row, routes, 1, col, width)
     expert = _expert(ends, row, experts, EXPERTS)
     u, _ = _load_up(up + row.to(tl.int64) * width, scale, expert, col, width, SCALED)
     tl.store(out + row.to(tl.int64) * out_row + col, (u * u).to(tl.bfloat16), mask=col < width)
@@ -104,8 +126,8 @@ def _relu2(
 @short
 @triton.jit(**UNSPECIALIZED)
 def _relu2_backward(
-    up, grad_h, grad_row, more, out, out_row, weights, grad_weights, scale, ends, routes, experts, width,
-    MORE: tl.constexpr, SCALED: tl.constexpr, EXPERTS: tl.constexpr, COLS: tl.constexpr,
+    up, grad_h, grad_row, more, out, out_row, weights, grad_weights, scale, kept, ends, routes, experts, width,
+    MORE: tl.constexpr, SCALED: tl.constexpr, KEPT: tl.constexpr, EXPERTS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if row >= tl.load(ends + experts - 1):
@@ -115,11 +137,14 @@ def _relu2_backward(
     weight = 2 * tl.load(weights + route)
     row = row.to(tl.int64)
     up += row * width
+    source = up
+    if KEPT:
+        source = _kept_row(kept, route, width)
     dots = tl.zeros((COLS,), tl.float32)
     for c in range(0, width, COLS):
         col = c + tl.arange(0, COLS)
         inside = col < width
-        u, own = _load_up(up, scale, expert, col, width, SCALED)
+        u, own = _load_up(source, scale, expert, col, width, SCALED)
         grad = tl.load(grad_h + row * grad_row + col, mask=inside, other=0).to(tl.float32)
         dots += grad * u * u
         tl.store(up + col, (grad * weight * u * own).to(tl.bfloat16), mask=inside)
@@ -133,9 +158,9 @@ def _relu2_backward(
 @short
 @triton.jit(**UNSPECIALIZED)
 def _swiglu_backward(
-    gate_up, grad_h, grad_row, more, out, out_row, weights, grad_weights, scale, ends, routes,
+    gate_up, grad_h, grad_row, more, out, out_row, weights, grad_weights, scale, kept, ends, routes,
     experts, width, alpha, limit, shift, cubic, gate_limit,
-    MORE: tl.constexpr, SCALED: tl.constexpr, EXPERTS: tl.constexpr, COLS: tl.constexpr,
+    MORE: tl.constexpr, SCALED: tl.constexpr, KEPT: tl.constexpr, EXPERTS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if row >= tl.load(ends + experts - 1):
@@ -145,11 +170,14 @@ def _swiglu_backward(
     weight = tl.load(weights + route)
     row = row.to(tl.int64)
     gate_up += row * 2 * width
+    source = gate_up
+    if KEPT:
+        source = _kept_row(kept, route, 2 * width)
     dots = tl.zeros((COLS,), tl.float32)
     for c in range(0, width, COLS):
         col = c + tl.arange(0, COLS)
         inside = col < width
-        gate, up, gate_scale, up_scale = _load_pair(gate_up, scale, expert, col, width, SCALED)
+        gate, up, gate_scale, up_scale = _load_pair(source, scale, expert, col, width, SCALED)
         grad = tl.load(grad_h + row * grad_row + col, mask=inside, other=0).to(tl.float32)
         g = tl.minimum(gate, gate_limit)
         u = tl.minimum(tl.maximum(up, -limit), limit) + shift
@@ -208,19 +236,27 @@ def gather(source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> N
     )  # fmt: skip
 
 
-def swiglu(gate_up: Tensor, scale: Tensor | None, piece: Piece, swiglu: Swiglu, out: Tensor) -> None:
+def swiglu(
+    gate_up: Tensor,
+    scale: Tensor | None,
+    piece: Piece,
+    swiglu: Swiglu,
+    out: Tensor,
+    kept: KeptGates | None = None,
+) -> None:
+    address = kept.address if kept is not None else None
     if not swiglu.gated:
         width = gate_up.shape[1]
         _relu2[(piece.rows, cdiv(width, COLS))](
-            gate_up, out, out.stride(0), scale, piece.ends, piece.experts, width,
-            SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
+            gate_up, out, out.stride(0), scale, address, piece.ends, piece.row_route, piece.experts, width,
+            SCALED=scale is not None, KEPT=kept is not None, EXPERTS=_experts(piece), COLS=COLS,
         )  # fmt: skip
         return
     width = gate_up.shape[1] // 2
     _swiglu[(piece.rows, cdiv(width, COLS))](
-        gate_up, out, out.stride(0), scale, piece.ends, piece.experts, width,
+        gate_up, out, out.stride(0), scale, address, piece.ends, piece.row_route, piece.experts, width,
         swiglu.alpha, swiglu.limit, swiglu.shift, swiglu.cubic, swiglu.gate_most,
-        SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
+        SCALED=scale is not None, KEPT=kept is not None, EXPERTS=_experts(piece), COLS=COLS,
     )  # fmt: skip
 
 
@@ -234,19 +270,21 @@ def swiglu_backward(
     weights: Tensor,
     h: Tensor,
     grad_weights: Tensor,
+    kept: KeptGates | None = None,
 ) -> None:
+    address = kept.address if kept is not None else None
     if not swiglu.gated:
         _relu2_backward[(piece.rows,)](
             gate_up, grad_h, grad_h.stride(0), more, h, h.stride(0), weights, grad_weights, scale,
-            piece.ends, piece.row_route, piece.experts, gate_up.shape[1],
-            MORE=more is not None, SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
+            address, piece.ends, piece.row_route, piece.experts, gate_up.shape[1],
+            MORE=more is not None, SCALED=scale is not None, KEPT=kept is not None, EXPERTS=_experts(piece), COLS=COLS,
         )  # fmt: skip
         return
     _swiglu_backward[(piece.rows,)](
         gate_up, grad_h, grad_h.stride(0), more, h, h.stride(0), weights, grad_weights, scale,
-        piece.ends, piece.row_route, piece.experts, gate_up.shape[1] // 2,
+        address, piece.ends, piece.row_route, piece.experts, gate_up.shape[1] // 2,
         swiglu.alpha, swiglu.limit, swiglu.shift, swiglu.cubic, swiglu.gate_most,
-        MORE=more is not None, SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
+        MORE=more is not None, SCALED=scale is not None, KEPT=kept is not None, EXPERTS=_experts(piece), COLS=COLS,
     )  # fmt: skip
 
 
