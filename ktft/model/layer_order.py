@@ -194,22 +194,8 @@ class LayerOrder:
         able = self.recorder.on or self.stored.may_be
         return able and any(getattr(layer, "gradient_checkpointing", False) for layer in self._layers)
 
-    def fitting_gates(self, tokens: int, stored: int) -> int:
-        """How many layers can keep gate and up, as of `StoredActivations.fitting_gates`."""
-        return self.stored.fitting_gates(tokens, stored, self._gate_bytes)
-
-    @property
-    def _gate_bytes(self) -> int:
-        """The most bytes of a token's gate and up that a layer kept so far."""
-        return max((laned.gate_bytes for found in self._laned.values() for laned in found), default=0)
-
     def run(
-        self,
-        works: Sequence[Callable[[], Result]],
-        states: Sequence[RandomState],
-        tokens: int = 0,
-        stored: int = 0,
-        gates: int = 0,
+        self, works: Sequence[Callable[[], Result]], states: Sequence[RandomState], tokens: int = 0, stored: int = 0
     ) -> list[Result]:
         """Run the training steps of micro-batches, forward and backward. Returns what they return.
 
@@ -218,18 +204,15 @@ class LayerOrder:
             states: the random numbers that each begins with.
             tokens: how many they have, padding included; 0 if it is not known.
             stored: how many layers keep their activations, of those that `stored.fitting` allows.
-            gates: how many layers keep gate and up, of those that `fitting_gates` allows.
 
         Raises:
             BaseException: what the first of them raised.
         """
         self.recorder.begin()
         self.away.begin()
-        self.stored.begin(tokens, stored, gates, self._gate_bytes)
-        for layer, number in self._layers.items():
+        self._begin_storing(tokens, stored)
+        for layer in self._layers:
             _run_without_checkpoint(layer)
-            for laned in self._laned[layer]:
-                laned.keeps_gates = number >= len(self._layers) - gates
         given = self.away, self.stored, self._kept
         batches = [_MicroBatch(self._layers, self.recorder, slot, *given) for slot in range(len(works))]
         going = [partial(_in, batch, work) for batch, work in zip(batches, works, strict=True)]
@@ -248,6 +231,15 @@ class LayerOrder:
             if lanes.running is not None:
                 lanes.running.deliver()
         return results
+
+    def _begin_storing(self, tokens: int, stored: int) -> None:
+        """Begin a group of which so many layers keep their activations, and as many as then fit gate and up."""
+        each = max((laned.gate_bytes for found in self._laned.values() for laned in found), default=0)
+        gates = 0 if self.away.on else self.stored.fitting_gates(tokens, stored, each)
+        self.stored.begin(tokens, stored, gates, each)
+        for layer, number in self._layers.items():
+            for laned in self._laned[layer]:
+                laned.keeps_gates = number >= len(self._layers) - gates
 
     def _go_back(self, batches: Sequence[_MicroBatch]) -> None:
         last = max(len(batch.calls) for batch in batches)

@@ -84,7 +84,7 @@ class StoredActivations:
         Args:
             each: bytes of a token's gate and up; 0 if they are not known yet.
         """
-        if not self._decided or (self._each is not None and count < self._layers):
+        if not (self._decided and tokens) or (self._each is not None and count < self._layers):
             return 0
         room = self._room(tokens) - count * self._taken(self._each or 0, tokens)
         if each == 0:  # one layer shows it

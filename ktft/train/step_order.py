@@ -122,10 +122,9 @@ class StepOrder:
         stored = 0 if self.layers.away.on or keeps_scores(trainer.model) else self.layers.stored.fitting(tokens)
         if self.ranks is not None:  # a layer's experts exchange tokens in each of its passes
             stored = min(other for (other,) in self.ranks.numbers(stored))
-        gates = 0 if self.layers.away.on else self.layers.fitting_gates(tokens, stored)
         # DDP's graph ends at each layer
         with trainer.accelerator.no_sync(trainer.model_wrapped), self._training.kept():
-            return torch.stack(self.layers.run(works, states, tokens, stored, gates)).sum()
+            return torch.stack(self.layers.run(works, states, tokens, stored)).sum()
 
     def _set_place(self, place: StepPlace | None) -> None:
         self._place = place
