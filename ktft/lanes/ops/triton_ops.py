@@ -16,6 +16,10 @@ from ktft.lanes.routes import Piece
 from ktft.swiglu import Swiglu
 
 COLS = 1024
+WIDE = 4096
+"""The most columns of a row that one program copies. Of a piece that may have many more rows than it has, most programs
+have nothing to do but end, which takes the longer the more of them there are.
+"""
 # Triton must not compile a new kernel for what changes from call to call
 UNSPECIALIZED = {
     "do_not_specialize": ("experts", "begin", "rows"),
@@ -204,6 +208,8 @@ def _combine(
     y, y_row, out, weights, scale, ends, route_row, top_k, begin, rows, experts, cols,
     WEIGHTED: tl.constexpr, SCALED: tl.constexpr, EXPERTS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    if tl.load(ends + experts - 1) == 0:
+        return
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     total = tl.zeros((COLS,), tl.float32)
@@ -224,15 +230,21 @@ def _combine(
         tl.store(to, tl.load(to, mask=col < cols, other=0) + total, mask=col < cols)
 
 
+def _warps(cols: int) -> int:
+    """For a program that reads so many columns of a row."""
+    return 8 if cols > COLS else 4
+
+
 def _experts(piece: Piece) -> int:
     return max(32, power_of_2(piece.experts))
 
 
 def gather(source: Tensor, piece: Piece, scale: Tensor | None, out: Tensor) -> None:
     cols, experts = source.shape[1], piece.experts
-    _gather[(piece.rows, cdiv(cols, COLS))](
+    across = min(WIDE, power_of_2(cols))
+    _gather[(piece.rows, cdiv(cols, across))](
         source, out, out.stride(0), scale, piece.ends, piece.row_route, piece.top_k, experts, cols,
-        SCALED=scale is not None, EXPERTS=_experts(piece), COLS=COLS,
+        SCALED=scale is not None, EXPERTS=_experts(piece), COLS=across, num_warps=_warps(across),
     )  # fmt: skip
 
 
@@ -253,10 +265,11 @@ def swiglu(
         )  # fmt: skip
         return
     width = gate_up.shape[1] // 2
-    _swiglu[(piece.rows, cdiv(width, COLS))](
+    across = min(2 * COLS, power_of_2(width))
+    _swiglu[(piece.rows, cdiv(width, across))](
         gate_up, out, out.stride(0), scale, address, piece.ends, piece.row_route, piece.experts, width,
         swiglu.alpha, swiglu.limit, swiglu.shift, swiglu.cubic, swiglu.gate_most,
-        SCALED=scale is not None, KEPT=kept is not None, EXPERTS=_experts(piece), COLS=COLS,
+        SCALED=scale is not None, KEPT=kept is not None, EXPERTS=_experts(piece), COLS=across, num_warps=_warps(across),
     )  # fmt: skip
 
 
