@@ -132,7 +132,8 @@ class Settings:
         cuda_graphs: whether what a decoder layer does around its experts is recorded on a GPU, and played back in a few
             launches, if its activations are checkpointed.
         gpu_activation_memory: bytes of GPU memory, also given as `8G`, in which layers under gradient checkpointing may
-            keep their activations, so that they are not run again; `auto` takes what training leaves.
+            keep their activations, so that they are not run again, and then gate and up of their experts; `auto` takes
+            what training leaves.
         expert_routing: a file with the tokens that each expert got in an earlier run, by which several processes share
             the experts so that each gets about as many; None leaves neighbours to different processes.
         expert_lora: whether a new adapter gives each expert matrices of its own (`per_expert`), or one A for gate, one
