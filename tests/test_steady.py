@@ -150,7 +150,8 @@ def test_kept_gates(steady: list[str], monkeypatch: pytest.MonkeyPatch, dropout:
     monkeypatch.setattr(routes, "PIECE_ROWS", 10)
     experts = make_experts("k4", nodes=2, placement="stream")
     warm(experts, ROWS)
-    assert (laned := experts.laned) is not None
+    assert experts.laned is not None
+    laned = experts.laned
     products, original = list[int](), chunk.grouped
 
     def counted(x: Tensor, *others: Any) -> Tensor:

@@ -210,10 +210,13 @@ class DeviceLanes:
             return fits and self._passes.stay_on_gpu(layer, len(hidden), lora)
 
     @contextlib.contextmanager
-    def steady_pass(self, layer: ExpertLayer, number: int, rows: int, work: Work, again: bool = True) -> Iterator[SteadyLane]:
+    def steady_pass(
+        self, layer: ExpertLayer, number: int, rows: int, work: Work, again: bool = True
+    ) -> Iterator[SteadyLane]:
         """A block that gives the GPU a steady pass of decoder layer `number`, with so many rows.
 
-        `again` says whether backward computes gate and up again. The block's work has a span, and so have copies to the GPU if it needs any. After it, those for the next pass begin.
+        `again` says whether backward computes gate and up again. The block's work has a span, and so have
+        copies to the GPU if it needs any. After it, those for the next pass begin.
         """
         streamed = self.gpu.streams(layer)
         moved = layer.packed_bytes * streamed / layer.num_experts

@@ -266,8 +266,7 @@ def _room_for_gates(layer: ExpertLayer, top_k_index: Tensor, device: torch.devic
 
 
 class _Taken(NamedTuple):
-    """What one pass gets; `size` is that of its call. `kept` receives gate and up in forward, and has them in backward.
-    """
+    """What one pass gets; `size` is that of its call. `kept` is where gate and up are kept, if they are."""
 
     memory: CallMemory
     chunks: list[Chunk]
