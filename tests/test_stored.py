@@ -331,3 +331,26 @@ def test_gate_and_up_do_not_count_as_activations() -> None:
     device.allocated -= 40 * GIB
     stored.end()
     assert stored.fitting(TOKENS) == count and stored.bytes == 0
+
+
+def test_groups_that_are_not_recorded_teach_what_a_layer_keeps() -> None:
+    """Even if gate and up were kept of as many tokens in groups that were."""
+    stored, device = made()
+    for _ in range(SEEN + 1):
+        group(stored, device, TOKENS, 500_000, 0, recorded=LAYERS)
+    assert stored.fitting_gates(TOKENS, 1, 1000) == LAYERS
+    assert stored.fitting_gates(TOKENS + 1, 1, 1000) == 0
+    each = GIB // TOKENS // 4
+    for _ in range(2):  # gate and up of all layers, 12 GiB, look like one layer's activations
+        stored.begin_step()
+        gates = stored.fitting_gates(TOKENS, stored.fitting(TOKENS), each)
+        stored.begin(TOKENS, stored.fitting(TOKENS), gates, each)
+        kept = sum(stored.take(number, [torch.zeros(1, TOKENS, 8, requires_grad=True)]) for number in range(LAYERS))
+        device.allocated += TOKENS * (500_000 + each * (kept + gates))
+        stored.see_loss()
+        device.allocated = 10 * GIB
+        stored.end()
+        assert (kept, gates) in ((1, LAYERS), (5, 0))
+    assert stored.fitting(TOKENS) == LAYERS and stored.fitting_gates(TOKENS, LAYERS, each) == 0
+    assert group(stored, device, TOKENS, 500_000, each) == LAYERS
+    assert stored.fitting_gates(TOKENS, LAYERS, each) == LAYERS

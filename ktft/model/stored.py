@@ -54,7 +54,8 @@ class StoredActivations:
         self._waiting = math.inf  # bytes for each of its tokens that wait for backward when the loss is known
         self._each: float | None = None  # bytes that a layer keeps of a token,
         self._of = 0  # as seen where they were stored of so many tokens, of each layer
-        self._decided = False  # whether it is known how many layers keep their activations
+        self._whole = False  # whether it was seen of all layers
+        self._recorded = 0  # most tokens of a group whose layers kept none, though one might: they are recorded
         self._told = self._told_gates = False
 
     @property
@@ -84,7 +85,8 @@ class StoredActivations:
         Args:
             each: bytes of a token's gate and up; 0 if they are not known yet.
         """
-        if not (self._decided and tokens) or (self._each is not None and count < self._layers):
+        recorded = self._each is None and tokens <= self._recorded
+        if not tokens or not (recorded or (self._whole and count == self._layers)):
             return 0
         room = self._room(tokens) - count * self._taken(self._each or 0, tokens)
         if each == 0:  # one layer shows it
@@ -125,9 +127,12 @@ class StoredActivations:
 
     def see_loss(self) -> None:
         """The group has its loss, and all that waits for backward is there."""
-        if not self._tokens or self.gates:  # gate and up would count as activations
+        if not self._tokens:
             return
         waiting, stored = self._device.memory_allocated() - self._before, self._stored.total()
+        # Gate and up count as activations here, so of groups that have both only a first, too large guess is taken
+        if self.gates and (not stored or self._each is not None):
+            return
         if not stored:  # what is more than the least is taken once, such as a recording
             self._waiting = min(self._waiting, waiting / self._tokens)
             return
@@ -135,14 +140,15 @@ class StoredActivations:
         if each > 0 and stored >= self._of:
             self._each = each if self._each is None or stored > self._of else max(self._each, each)
             self._of = stored
+        self._whole |= len(self._stored) == self._layers and not self.gates
 
     def end(self) -> None:
         """The group is over."""
         if self._tokens and not self._stored and self._steps <= SEEN:
             self._most = max(self._most, self._tokens)
             self._work = max(self._work, self._device.memory_reserved() - self._device.memory_allocated())
-        if self._tokens and self._steps > SEEN and self.count:
-            self._decided |= len(self._stored) in (0, self._layers)
+        if self._steps > SEEN and self.count and not self._stored:
+            self._recorded = max(self._recorded, self._tokens)
         if self.gates > 1 and not self._told_gates:
             self._told_gates = True
             logger.info(
