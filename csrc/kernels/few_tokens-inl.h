@@ -249,13 +249,20 @@ constexpr int kMostByteTokens = kKeepsSums<V, Codec> && kDotsBytes<V, Codec> ? k
                                 : kHasByteGemm<V, Codec>                     ? kFewRows
                                                                              : kMostDotTokens<V, Codec>;
 
+// The same for the GEMM. On tile ISAs it prepares rows anew for every call, and few_tiles-inl.h decodes faster than rows
+// without codes are multiplied.
+template <class V, class Codec>
+constexpr int kMostGemmDots = !kHasTiles<V>         ? kMostDotTokens<V, Codec>
+                              : kDotsCodes<V, Codec> ? std::min(3, kMostDotTokens<V, Codec>)
+                                                     : 0;
+
 // Does the call if it has few tokens. Returns whether it did.
 template <class V, class Codec>
 bool few_tokens(const GemmArgs& a) {
   static_assert(info(Codec::kFormat).dot_tokens <= kFewRows);
-  if constexpr (kMostDotTokens<V, Codec> > 0) {
+  if constexpr (kMostGemmDots<V, Codec> > 0) {
     const bool bytes = kDotsBytes<V, Codec> && a.activation_bits == 8;
-    const int most = !bytes         ? kMostDotTokens<V, Codec>
+    const int most = !bytes         ? kMostGemmDots<V, Codec>
                      : kHasTiles<V> ? std::min(kFewRows, kMostByteTokens<V, Codec>)  // X has no rows of more
                                     : kMostByteTokens<V, Codec>;
     if (reads_rows(most, a.tokens, a.terms[0].w->cols, low_rank_cols(a))) {

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 
+#include "kernels/few_tiles-inl.h"
 #include "kernels/few_tokens-inl.h"
 #include "kernels/kernels.h"
 #include "quant/codecs.h"
@@ -240,6 +241,7 @@ static inline ForwardPass forward_pass(const GemmArgs& a, int step, bool tokens_
 template <class V, class Codec>
 void tile_gemm_forward(const GemmArgs& a) {
   if (few_tokens<V, Codec>(a)) return;
+  if (a.tokens <= kFewTileTokens) return few_tiles_forward<V, Codec>(a);
   using Tiles = typename V::Tiles;
   constexpr FormatInfo format = info(Codec::kFormat);
   constexpr bool kDecodes = Codec::kFormat != Format::kBf16;
