@@ -14,7 +14,7 @@ from ktft.native.dense import HostDense, pack_dense
 from ktft.native.machine import Runtime
 
 SHAPES = [(32, 32), (96, 160), (544, 352)]  # rows and columns that are no whole tiles, blocks or cache lines
-TOKENS = (1, 2, 4, 5, 7, 8, 9, 12, 13, 33, 705)  # each way of multiplying, and more than one call takes
+TOKENS = (1, 2, 4, 5, 7, 8, 9, 12, 13, 16, 17, 32, 33, 705)  # each way of multiplying, and more than one call takes
 
 
 def dense_product(

@@ -243,9 +243,9 @@ void few_tokens_forward(const GemmArgs& a) {
   }
 }
 
-// The same where X is int8: with more tokens byte_gemm-inl.h is faster, where there is that.
+// The same where X is int8: with more tokens byte_gemm-inl.h is faster, where there is that, or few_tiles-inl.h.
 template <class V, class Codec>
-constexpr int kMostByteTokens = kKeepsSums<V, Codec> && kDotsBytes<V, Codec> ? kStripRows
+constexpr int kMostByteTokens = kKeepsSums<V, Codec> && kDotsBytes<V, Codec> ? kHasTiles<V> ? 6 : kStripRows
                                 : kHasByteGemm<V, Codec>                     ? kFewRows
                                                                              : kMostDotTokens<V, Codec>;
 
