@@ -56,6 +56,15 @@ def test_without_use_kt_llamafactory_ends_as_it_does(train_yaml: TrainYaml, fork
     assert "Traceback" in done.stdout
 
 
+def test_kt_config_without_use_kt(train_yaml: TrainYaml, fork_cli: RunCli) -> None:
+    settings = train_yaml()
+    del settings["use_kt"]
+    done = fork_cli(TRAIN, settings, check=False)
+    assert done.returncode == 2
+    assert "error: kt_config is given without use_kt: true" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
 def test_a_damaged_yaml(tmp_path: Path, fork_cli: RunCli) -> None:
     (tmp_path / "a.yaml").write_text("stage: sft\n  cutoff_len: [\n")
     done = fork_cli(["ktft", "train", str(tmp_path / "a.yaml")], check=False)

@@ -17,12 +17,13 @@ constexpr int kFewTileAhead = 2 << 10;  // the distance of the prefetch in each 
 // Calls f.template operator()<i>() for 0 <= i < N.
 template <int N, class Fn>
 __attribute__((always_inline)) static inline void unrolled(const Fn& f) {
-  [&]<int... I>(std::integer_sequence<int, I...>) { (f.template operator()<I>(), ...); }
-  (std::make_integer_sequence<int, N>());
+  [&]<int... I>(std::integer_sequence<int, I...>) {
+    (f.template operator()<I>(), ...);
+  }(std::make_integer_sequence<int, N>());
 }
 
-// C of kStrips strips of W from `strip` on and kTokens strips of tokens, up to four tiles, which stay in accumulators. A
-// piece of X serves all strips of W, since X comes from L2. The strips at `next`, or null, are read after these.
+// C of kStrips strips of W from `strip` on and kTokens strips of tokens, up to four tiles, which stay in accumulators.
+// A piece of X serves all strips of W, since X comes from L2. The strips at `next`, or null, are read after these.
 template <class V, class Codec, int kStrips, int kTokens>
 void few_tiles_block(const GemmTerm& term, int strip, int lora_strip, const uint8_t* next, float* c) {
   using Tiles = typename V::Tiles;
@@ -76,8 +77,8 @@ void few_tiles_forward(const GemmArgs& a) {
   V::Tiles::configure();
   for (int i = 0; i < a.count; i++) {
     const GemmTerm& term = a.terms[i];
-    const uint8_t* const after = i + 1 < a.count ? a.terms[i + 1].w->tile(a.terms[i + 1].out_begin / kTileRows, 0)
-                                                 : nullptr;
+    const uint8_t* const after =
+        i + 1 < a.count ? a.terms[i + 1].w->tile(a.terms[i + 1].out_begin / kTileRows, 0) : nullptr;
     const int strips = a.out_count / kTileRows, first = term.out_begin / kTileRows;
     for (int s = 0; s < strips;) {
       const int lora_strip = term.lora_begin / kTileRows + s;

@@ -249,10 +249,10 @@ constexpr int kMostByteTokens = kKeepsSums<V, Codec> && kDotsBytes<V, Codec> ? k
                                 : kHasByteGemm<V, Codec>                     ? kFewRows
                                                                              : kMostDotTokens<V, Codec>;
 
-// The same for the GEMM. On tile ISAs it prepares rows anew for every call, and few_tiles-inl.h decodes faster than rows
-// without codes are multiplied.
+// The same for the GEMM. On tile ISAs it prepares rows anew for every call, and few_tiles-inl.h decodes faster than
+// rows without codes are multiplied.
 template <class V, class Codec>
-constexpr int kMostGemmDots = !kHasTiles<V>         ? kMostDotTokens<V, Codec>
+constexpr int kMostGemmDots = !kHasTiles<V>          ? kMostDotTokens<V, Codec>
                               : kDotsCodes<V, Codec> ? std::min(3, kMostDotTokens<V, Codec>)
                                                      : 0;
 

@@ -126,7 +126,7 @@ def parse_args(
     if module.ModelArguments not in parser.dataclass_types:
         return original(parser, args, allow_extra_keys)
     args = module.read_args(args if args is not None else _json_arguments(module))
-    if any("use_kt" in str(key) for key in args) and _is_command():
+    if any(name in str(key) for key in args for name in ("use_kt", "kt_config")) and _is_command():
         errors.install()
         end_without_collections()
     known = {field.name for field in fields(module.ModelArguments)}
