@@ -74,11 +74,17 @@ void load_tile(const bf16* at, int step) {
     Tiles::template load<T>(at + step * kPieceElements, kLine);
 }
 
+struct Nothing {
+  void operator()(int) const {}
+};
+
 // Adds A . B over 32 * steps reduction elements to tiles 0 to 3. With kHalf, the tokens' second tile is left out.
-template <class Tiles, bool kTokensAreA, bool kHalf>
-void tile_steps(const TileOperand a, const TileOperand b, const int steps, AheadSet ahead) {
+// before(s) is called before step s.
+template <class Tiles, bool kTokensAreA, bool kHalf, class Before = Nothing>
+void tile_steps(const TileOperand a, const TileOperand b, const int steps, AheadSet ahead, const Before& before = {}) {
   constexpr bool kTokensAreB = !kTokensAreA;
   for (int s = 0; s < steps; s++) {
+    before(s);
     load_tile<Tiles, 4, kTokensAreA, false>(a.first, s);
     load_tile<Tiles, 6, kTokensAreB, true>(b.first, s);
     Tiles::template dot<0, 4, 6>();
@@ -104,9 +110,9 @@ struct TileProduct {
 };
 
 // C = lora + main if `first`, otherwise C += main.
-template <class Tiles, bool kTokensAreA, bool kHalf>
+template <class Tiles, bool kTokensAreA, bool kHalf, class Before = Nothing>
 void tile_block(const TileProduct* lora, const TileProduct& main, bool first, const TileOutput& c,
-                const AheadSet& ahead) {
+                const AheadSet& ahead, const Before& before = {}) {
   constexpr bool kUse1 = kTokensAreA || !kHalf, kUse2 = !kTokensAreA || !kHalf;
   if (first) {
     Tiles::template zero<0>();
@@ -120,16 +126,12 @@ void tile_block(const TileProduct* lora, const TileProduct& main, bool first, co
     if constexpr (!kHalf) Tiles::template load<3>(c.at[3], c.row_bytes);
   }
   if (lora) tile_steps<Tiles, kTokensAreA, kHalf>(lora->a, lora->b, lora->steps, {});
-  tile_steps<Tiles, kTokensAreA, kHalf>(main.a, main.b, main.steps, ahead);
+  tile_steps<Tiles, kTokensAreA, kHalf>(main.a, main.b, main.steps, ahead, before);
   Tiles::template store<0>(c.at[0], c.row_bytes);
   if constexpr (kUse1) Tiles::template store<1>(c.at[1], c.row_bytes);
   if constexpr (kUse2) Tiles::template store<2>(c.at[2], c.row_bytes);
   if constexpr (!kHalf) Tiles::template store<3>(c.at[3], c.row_bytes);
 }
-
-struct Nothing {
-  void operator()(int) const {}
-};
 
 // Multiplies one panel of W by all tokens.
 //   weights, lora   the panel as an operand; the matching rows or columns of lora, or null
@@ -154,9 +156,10 @@ struct PanelPass {
   }
 
   // weights_ahead(block, blocks) returns the part of the next panel to prefetch. done(strip) is called with each
-  // strip's results in L1, one block late, so that it does not wait for the products.
-  template <class Fn, class Done = Nothing>
-  void run(const Fn& weights_ahead, const Done& done = {}) const {
+  // strip's results in L1, one block late, so that it does not wait for the products. before(step) is called in the
+  // first block of tokens.
+  template <class Fn, class Done = Nothing, class Before = Nothing>
+  void run(const Fn& weights_ahead, const Done& done = {}, const Before& before = {}) const {
     const int blocks = ceil_div(args.tokens, kRowPad), strips = ceil_div(args.tokens, kTileRows);
     for (int block = 0; block < blocks; block++) {
       const int64_t at = block * 2;
@@ -171,10 +174,14 @@ struct PanelPass {
       const TileOutput results = kTokensAreA ? TileOutput{{out, out + 16, out + 512, out + 528}, 2 * kLine}
                                              : TileOutput{{out, out + 512, out + 256, out + 768}, kLine};
       const TileProduct* const extra = lora_steps ? &lora : nullptr;
-      if (args.tokens - block * kRowPad <= kTileRows)
-        tile_block<Tiles, kTokensAreA, true>(extra, main, first, results, ahead);
+      const bool half = args.tokens - block * kRowPad <= kTileRows;
+      if (block > 0)
+        (half ? tile_block<Tiles, kTokensAreA, true> : tile_block<Tiles, kTokensAreA, false>)(extra, main, first,
+                                                                                              results, ahead, {});
+      else if (half)
+        tile_block<Tiles, kTokensAreA, true>(extra, main, first, results, ahead, before);
       else
-        tile_block<Tiles, kTokensAreA, false>(extra, main, first, results, ahead);
+        tile_block<Tiles, kTokensAreA, false>(extra, main, first, results, ahead, before);
       for (int s = std::max(0, block * 2 - 2); s < block * 2; s++) done(s);
     }
     for (int s = blocks * 2 - 2; s < strips; s++) done(s);
@@ -314,7 +321,12 @@ void tile_gemm_backward(const GemmArgs& a) {
       const int next_steps = std::max(0, std::min(kTileReduction, w.rows - next_begin)) / 32;
       for (int p = 0; p < panels; p++) {
         const int piece = first_piece + p;
-        decode_pairs<V, Codec>(w, begin / kTileRows, steps * 2, piece, panel);
+        // The first block of tokens is multiplied while the next rows of W are decoded
+        const auto decode = [&](int step) {
+          if (step < steps)
+            decode_pairs<V, Codec>(w, begin / kTileRows + step * 2, 2, piece, panel + step * 2 * kPieceElements);
+        };
+        decode(0);
         PanelPass<Tiles, true> pass{a};
         pass.weights = {panel, panel + 32};
         pass.lora_weights = {lora_panel, lora_panel + 32};
@@ -345,17 +357,19 @@ void tile_gemm_backward(const GemmArgs& a) {
         const int next_tile = last ? first_piece / kPanelsOfTile : tile + 1, strip = (last ? next_begin : begin) / 16;
         const int pairs = last ? next_steps : steps;
         const int first_pair = pairs * part / kPanelsOfTile, end_pair = pairs * (part + 1) / kPanelsOfTile;
-        pass.run([&](int block, int blocks) {
-          const int each = ceil_div(end_pair - first_pair, blocks), first = first_pair + block * each;
-          if (first >= end_pair) return Ahead{};
-          const int span = std::max(1, steps / each), lines = ceil_div(kTileLines, span);
-          return Ahead{reinterpret_cast<const char*>(w.tile(strip + first * 2, next_tile)),
-                       w.strip_bytes,
-                       lines,
-                       span,
-                       span,
-                       2 * w.strip_bytes - int64_t(lines) * span * kLine};
-        });
+        pass.run(
+            [&](int block, int blocks) {
+              const int each = ceil_div(end_pair - first_pair, blocks), first = first_pair + block * each;
+              if (first >= end_pair) return Ahead{};
+              const int span = std::max(1, steps / each), lines = ceil_div(kTileLines, span);
+              return Ahead{reinterpret_cast<const char*>(w.tile(strip + first * 2, next_tile)),
+                           w.strip_bytes,
+                           lines,
+                           span,
+                           span,
+                           2 * w.strip_bytes - int64_t(lines) * span * kLine};
+            },
+            Nothing(), [&](int step) { decode(step + 1); });
       }
     }
   }
