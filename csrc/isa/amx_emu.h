@@ -124,6 +124,10 @@ struct EmulatedCodes {
     for (int i = 0; i < 64; i++) codes.at(i) = table.at(codes.at(i) >> 4);
     return codes;
   }
+  static Bytes values(Bytes codes) {
+    for (int i = 0; i < 64; i++) codes.at(i) ^= 128;
+    return codes;
+  }
   static Bytes dot(Bytes sums, const Bytes& u, const Bytes& s) {
     for (int i = 0; i < 64; i++) sums.lanes[i / 4] += u.at(i) * int8_t(s.at(i));
     return sums;
@@ -135,6 +139,9 @@ struct EmulatedCodes {
   }
   static void add_scaled(float* sums, const Bytes& lanes, const float* scales) {
     for (int i = 0; i < 16; i++) sums[i] += scales[i / 4] * float(lanes.lanes[i]);
+  }
+  static void add_scaled_lanes(float* sums, const Bytes& lanes, const float* scales) {
+    for (int i = 0; i < 16; i++) sums[i] += scales[i] * float(lanes.lanes[i]);
   }
   static int largest_magnitude(const bf16* x) {
     int largest = 0;

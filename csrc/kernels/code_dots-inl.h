@@ -14,10 +14,9 @@
 
 namespace ktft {
 
-// On tile ISAs int8 has products of its own for few tokens (dot_rows).
 template <class V, class Codec>
-constexpr bool kDotsCodes = requires { typename V::Codes; } &&
-                            (requires { Codec::kWholeValues; } || (Codec::kFormat == Format::kInt8 && !kHasTiles<V>));
+constexpr bool kDotsCodes =
+    requires { typename V::Codes; } && (requires { Codec::kWholeValues; } || Codec::kFormat == Format::kInt8);
 
 // Whether X may have one term, for calls that ask for 8-bit activations. int8 gains nothing by that with few tokens:
 // measured. With many, byte_gemm-inl.h is for int8, or w8a8.h where there are tiles.

@@ -52,37 +52,22 @@ static inline int low_rank_cols(const GemmArgs& a) {
   return cols;
 }
 
-// Adds the products of W[row + r, begin ..) and x[t][begin ..) over `pieces` pieces to sums[r][t]. `weights` are
-// decoded rows, or null when they are decoded here. `ahead` is memory to prefetch meanwhile, or null.
-template <class V, class Codec, int R, int M>
-void dot_rows(const PackedMatrix& w, int strip, int row, const bf16* weights, const bf16* const* x, int begin,
-              int pieces, const uint8_t* ahead, float* sums) {
+// Adds the products of W[row + r, begin ..), decoded to `weights`, and x[t][begin ..) over `pieces` pieces to
+// sums[r][t].
+template <class V, int R, int M>
+void dot_rows(int row, const bf16* weights, const bf16* const* x, int begin, int pieces, float* sums) {
   typename V::F acc[R][M];
   for (int r = 0; r < R; r++)
     for (int t = 0; t < M; t++) acc[r][t] = V::load(sums + ((row + r) * M + t) * V::kWidth);
   for (int p = 0; p < pieces; p++) {
     const int col = begin + p * 32;
-    if (ahead) prefetch(ahead + p * kPieceBytes<Codec>, kPieceBytes<Codec>);
-    if constexpr (Codec::kFormat == Format::kInt8) {
-      const uint8_t* const tile = w.tile(strip, col / 64) + col % 64;
-      for (int s = 0; s < 32; s += V::kWidth) {
-        typename V::F tokens[M];
-        for (int t = 0; t < M; t++) tokens[t] = V::load(x[t] + col + s);
-        for (int r = 0; r < R; r++) {
-          const typename V::F row_of_w =
-              V::load_int8(reinterpret_cast<const int8_t*>(tile) + (row + r) * kRowBytes + s);
-          for (int t = 0; t < M; t++) acc[r][t] = V::fma(row_of_w, tokens[t], acc[r][t]);
-        }
-      }
-    } else {
-      const bf16* const piece = weights + p * kPieceElements;
-      for (int s = 0; s < 32; s += V::kStep) {
-        typename V::In tokens[M];
-        for (int t = 0; t < M; t++) tokens[t] = V::load_in(x[t] + col + s);
-        for (int r = 0; r < R; r++) {
-          const typename V::In row_of_w = V::load_in(piece + (row + r) * 32 + s);
-          for (int t = 0; t < M; t++) acc[r][t] = V::dot(acc[r][t], tokens[t], row_of_w);
-        }
+    const bf16* const piece = weights + p * kPieceElements;
+    for (int s = 0; s < 32; s += V::kStep) {
+      typename V::In tokens[M];
+      for (int t = 0; t < M; t++) tokens[t] = V::load_in(x[t] + col + s);
+      for (int r = 0; r < R; r++) {
+        const typename V::In row_of_w = V::load_in(piece + (row + r) * 32 + s);
+        for (int t = 0; t < M; t++) acc[r][t] = V::dot(acc[r][t], tokens[t], row_of_w);
       }
     }
   }
@@ -95,25 +80,22 @@ void dot_rows(const PackedMatrix& w, int strip, int row, const bf16* weights, co
 template <class V, class Codec, int M>
 void dot_strip(const PackedMatrix& w, int strip, const bf16* const* x, bf16* panel, const DotAhead& further, int all,
                float* results) {
-  constexpr bool kInPlace = Codec::kFormat == Format::kBf16, kWidens = Codec::kFormat == Format::kInt8;
   constexpr int R = kDotRows[M];
   alignas(64) float sums[kTileRows * M * V::kWidth] = {};
   const uint8_t* tiles = w.tile(strip, 0);
   for (int begin = 0; begin < w.cols; begin += kDotPieces * 32, tiles += kDotPieces * kPieceBytes<Codec>) {
     const uint8_t* const ahead = further.of(tiles);
     const int pieces = std::min(kDotPieces, (w.cols - begin) / 32);
-    const bf16* weights = nullptr;
-    if constexpr (kInPlace) {
+    const bf16* weights = panel;
+    if constexpr (Codec::kFormat == Format::kBf16) {
       weights = Codec::template decode<V>(w, strip, begin / 32, panel);
-    } else if constexpr (!kWidens) {
+    } else {
       for (int p = 0; p < pieces; p++) {
         prefetch(ahead + p * kPieceBytes<Codec>, kPieceBytes<Codec>);
         Codec::template decode<V>(w, strip, begin / 32 + p, panel + p * kPieceElements);
       }
-      weights = panel;
     }
-    for (int row = 0; row < kTileRows; row += R)
-      dot_rows<V, Codec, R, M>(w, strip, row, weights, x, begin, pieces, row == 0 && kWidens ? ahead : nullptr, sums);
+    for (int row = 0; row < kTileRows; row += R) dot_rows<V, R, M>(row, weights, x, begin, pieces, sums);
   }
   for (int i = 0; i < kTileRows * M; i++) results[i / M * all + i % M] += V::sum(V::load(sums + i * V::kWidth));
 }
@@ -249,11 +231,11 @@ constexpr int kMostByteTokens = kKeepsSums<V, Codec> && kDotsBytes<V, Codec> ? k
                                 : kHasByteGemm<V, Codec>                     ? kFewRows
                                                                              : kMostDotTokens<V, Codec>;
 
-// The same for the GEMM. On tile ISAs it prepares rows anew for every call, and few_tiles-inl.h decodes faster than
-// rows without codes are multiplied.
+// The same for the GEMM. On tile ISAs it prepares rows anew for every call, and few_tiles-inl.h is faster for all but
+// one to three rows of 4-bit formats.
 template <class V, class Codec>
 constexpr int kMostGemmDots = !kHasTiles<V>          ? kMostDotTokens<V, Codec>
-                              : kDotsCodes<V, Codec> ? std::min(3, kMostDotTokens<V, Codec>)
+                              : kDotsBytes<V, Codec> ? std::min(3, kMostDotTokens<V, Codec>)
                                                      : 0;
 
 // Does the call if it has few tokens. Returns whether it did.
