@@ -225,18 +225,21 @@ void few_tokens_forward(const GemmArgs& a) {
   }
 }
 
-// The same where X is int8: with more tokens byte_gemm-inl.h is faster, where there is that, or few_tiles-inl.h.
+// The same where X is int8: with more tokens byte_gemm-inl.h is faster, where there is that, or few_tiles-inl.h (both
+// were measured, the latter with two threads).
 template <class V, class Codec>
-constexpr int kMostByteTokens = kKeepsSums<V, Codec> && kDotsBytes<V, Codec> ? kHasTiles<V> ? 6 : kStripRows
-                                : kHasByteGemm<V, Codec>                     ? kFewRows
-                                                                             : kMostDotTokens<V, Codec>;
+constexpr int kMostByteTokens = [] {
+  if (kKeepsSums<V, Codec> && kDotsBytes<V, Codec>) return kHasTiles<V> ? 6 : kStripRows;
+  return kHasByteGemm<V, Codec> ? kFewRows : kMostDotTokens<V, Codec>;
+}();
 
 // The same for the GEMM. On tile ISAs it prepares rows anew for every call, and few_tiles-inl.h is faster for all but
 // one to three rows of 4-bit formats.
 template <class V, class Codec>
-constexpr int kMostGemmDots = !kHasTiles<V>          ? kMostDotTokens<V, Codec>
-                              : kDotsBytes<V, Codec> ? std::min(3, kMostDotTokens<V, Codec>)
-                                                     : 0;
+constexpr int kMostGemmDots = [] {
+  if (!kHasTiles<V>) return kMostDotTokens<V, Codec>;
+  return kDotsBytes<V, Codec> ? std::min(3, kMostDotTokens<V, Codec>) : 0;
+}();
 
 // Does the call if it has few tokens. Returns whether it did.
 template <class V, class Codec>

@@ -40,7 +40,7 @@ struct FormatInfo {
   bool row_scaled;    // W = diag(scale) * Q with one fp32 scale for each row, applied by the kernels' callers
   bool block_scaled;  // one fp32 scale for each block of 128 x 128, applied by decoding
   // The largest number of tokens for which a tile ISA's forward was measured to be faster with dot products of rows
-  // (kernels/few_tokens-inl.h) than with tiles; at most kFewRows.
+  // that were prepared once (kernels/strips-inl.h) than with tiles; at most kFewRows.
   int dot_tokens;
 };
 
